@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import dataclasses
 import re
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 
 import pytest
 
@@ -15,10 +15,55 @@ from dapple_tf.graph_passes.ir.text import parse_graph, parse_type, print_graph
 _TYPES = {"seed": "float32[]", "loss": "float32[]", "variable": "resource[]"}
 
 
+_PLACED = re.compile(r"(%(?:\w+/)?stage(\d+)(?:/replica(\d+))?(?:/mb(\d+))?/\S+ = (\w+)\([^)]*\) \{)(place|call)\b")
+_BOUND_PORT = re.compile(r"(takes|gives) (\S+) (\S+) ('.*') (?:as|from) (\S+)")
+_BOUND_FUNCTION = re.compile(
+    r"function (\S+)\n((?: *(?:takes|gives) [^\n]* (?:as|from) \S+\n)+)(.*?)^ *end$", re.DOTALL | re.MULTILINE
+)
+
+
 def graph(text: str) -> Graph:
-    """The graph ``f`` of these lines; a line that begins with ``|`` continues the one before."""
+    """The graph ``f`` of these lines; a line that begins with ``|`` continues the one before.
+
+    The ports of a function may name their node or value: ``takes arg float32[?] 'x' as %x`` stands for the port and the
+    input node, ``gives loss float32[] 'loss' from %l:0`` for the port and the output. Then the other nodes follow at
+    once, without the lines ``graph``, ``inputs`` and ``outputs``.
+
+    The first attribute ``place`` stands for those that the node's name says: stage, replica (0 where the name has none)
+    and micro-batch; ``call`` stands for these and for the stage's function of this op.
+    """
     whole = re.sub(r"\n *\| *", " ", text)
-    return parse_graph(f"graph f\n{whole}\nend")
+    whole = _PLACED.sub(_write_place, whole)
+    whole = _BOUND_FUNCTION.sub(_write_bound_ports, whole)
+    found = parse_graph(f"graph f\n{whole}\nend")
+    return found.replace(nodes=tuple(replace(node, attrs=attributes(dict(node.attrs))) for node in found.nodes))
+
+
+def _write_place(node: re.Match[str]) -> str:
+    """The begin of a node's line up to the attributes that its name says."""
+    begin, stage, replica, micro_batch, op, word = node.groups()
+    function = f"function='stage{stage}/{op}', " if word == "call" else ""
+    of_micro_batch = f"micro_batch={micro_batch}, " if micro_batch else ""
+    return f"{begin}{function}{of_micro_batch}replica={replica or 0}, stage={stage}"
+
+
+def _write_bound_ports(function: re.Match[str]) -> str:
+    """A function whose ports name nodes and values, as it is parsed."""
+    name, ports, body = function.groups()
+    bound = _BOUND_PORT.findall(ports)
+    takes = [(node, role, kind, port) for keyword, role, kind, port, node in bound if keyword == "takes"]
+    return "\n".join(
+        [
+            f"function {name}",
+            *(f"{keyword} {role} {kind} {port}" for keyword, role, kind, port, _ in bound),
+            f"graph {name}",
+            "inputs " + " ".join(node for node, *_ in takes),
+            *(f"{node} = {role}() {{port={port}}} -> ({kind})" for node, role, kind, port in takes),
+            body,
+            "outputs " + " ".join(value for keyword, *_, value in bound if keyword == "gives"),
+            "end",
+        ]
+    )
 
 
 def calls(text: str, *functions: Function) -> Graph:
@@ -67,8 +112,8 @@ def joining(whole: Function) -> Function:
     sums = parse_type("float64[3,4]")
     own = Node("own", "Moments", compute.inputs, (sums,))
     joined = Node("joined", "Identity", (Value("own"),), (sums,), attributes({"join": "moments"}), effect=Effect.JOIN)
-    compute = dataclasses.replace(compute, inputs=(*compute.inputs, Value("joined")))
-    return dataclasses.replace(whole, graph=whole.graph.replace(nodes=(*others, own, joined, compute, *writes)))
+    compute = replace(compute, inputs=(*compute.inputs, Value("joined")))
+    return replace(whole, graph=whole.graph.replace(nodes=(*others, own, joined, compute, *writes)))
 
 
 def two_stages() -> tuple[Function, ...]:

@@ -6,12 +6,12 @@ import functools
 import hashlib
 import json
 import os
-import re
 import resource
 import socket
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -45,6 +45,12 @@ def job(width: int = 3, *, name: str = "first", dtype: Any = tf.float32, **optio
 def made() -> tuple[Any, tf.Variable]:
     """A job of which tests need no more than the values."""
     return job()
+
+
+@pytest.fixture
+def saving(tmp_path: Path, made: tuple[Any, tf.Variable]) -> Checkpoints:
+    """The checkpoints of that job in an empty folder."""
+    return Checkpoints(tmp_path, made[0])
 
 
 def checkpoints_in(folder: Path) -> list[str]:
@@ -81,10 +87,7 @@ def test_restored_training_continues_bit_by_bit(tmp_path: Path) -> None:
     np.testing.assert_array_equal(restored, weight)
 
 
-def test_the_number_of_batches_may_differ_from_the_number_of_steps(
-    tmp_path: Path, made: tuple[Any, tf.Variable]
-) -> None:
-    saving = Checkpoints(tmp_path, made[0])
+def test_the_number_of_batches_may_differ_from_the_number_of_steps(saving: Checkpoints) -> None:
     saving.save(2, batches=7)
     assert saving.restore() == Position(2, 7)
 
@@ -250,8 +253,7 @@ def test_an_empty_folder_is_a_fresh_start(tmp_path: Path, made: tuple[Any, tf.Va
     np.testing.assert_array_equal(weight, before)
 
 
-def test_the_last_two_checkpoints_are_kept(tmp_path: Path, made: tuple[Any, tf.Variable]) -> None:
-    saving = Checkpoints(tmp_path, made[0])
+def test_the_last_two_checkpoints_are_kept(tmp_path: Path, saving: Checkpoints) -> None:
     paths = [saving.save(n) for n in (1, 9, 10, 11)]
     assert paths[0] == str(tmp_path / "checkpoint-1.safetensors")
     assert checkpoints_in(tmp_path) == ["checkpoint-10.safetensors", "checkpoint-11.safetensors"]
@@ -310,75 +312,64 @@ def test_a_variable_of_a_dtype_without_a_format_is_refused(tmp_path: Path) -> No
 # --- other models
 
 
-def refused(folder: Path, step: Any) -> str:
-    """Return the error of restoring into ``step``, no variable of which may have changed."""
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (
+            {"name": "fist"},
+            r"checkpoint-1\.safetensors is of another model or optimizer: it lacks 'fist' \(nearest: 'first'\)"
+            r".* it has 'first' \(nearest: 'fist'\)",
+        ),
+        ({"optimizer": keras.optimizers.SGD(0.1)}, r"it has 'optimizer/\w*first\w*_momentum'.*and 1 more, which this"),
+        ({"width": 5}, r"has 'first' as float32 \[4, 3\], but here it is float32 \[4, 5\]"),
+        ({"dtype": tf.float64}, r"has 'first' as float32 \[4, 3\], but here it is float64 \[4, 3\]"),
+    ],
+    ids=["name", "optimizer", "shape", "dtype"],
+)
+def test_another_model_is_refused(saving: Checkpoints, tmp_path: Path, options: dict[str, Any], said: str) -> None:
+    saving.save(1)
+    step, _ = job(**options)
     before = {name: variable.numpy() for name, variable in step.variables.items()}
-    with pytest.raises(CheckpointError) as caught:
-        Checkpoints(folder, step).restore()
+    with pytest.raises(CheckpointError, match=said):
+        Checkpoints(tmp_path, step).restore()
     for name, variable in step.variables.items():
         np.testing.assert_array_equal(variable.numpy(), before[name])
-    return str(caught.value)
-
-
-def test_another_name_is_refused_with_the_most_similar_one(tmp_path: Path, made: tuple[Any, tf.Variable]) -> None:
-    Checkpoints(tmp_path, made[0]).save(1)
-    said = refused(tmp_path, job(name="fist")[0])
-    assert "checkpoint-1.safetensors is of another model or optimizer: it lacks 'fist' (nearest: 'first')" in said
-    assert "it has 'first' (nearest: 'fist')" in said
-
-
-def test_another_optimizer_is_refused(tmp_path: Path, made: tuple[Any, tf.Variable]) -> None:
-    Checkpoints(tmp_path, made[0]).save(1)
-    said = refused(tmp_path, job(optimizer=keras.optimizers.SGD(0.1))[0])
-    assert re.search(r"it has 'optimizer/\w*first\w*_momentum'.*and 1 more, which this model lacks", said)
-
-
-def test_another_shape_is_refused(tmp_path: Path, made: tuple[Any, tf.Variable]) -> None:
-    Checkpoints(tmp_path, made[0]).save(1)
-    assert "has 'first' as float32 [4, 3], but here it is float32 [4, 5]" in refused(tmp_path, job(width=5)[0])
-
-
-def test_another_dtype_is_refused(tmp_path: Path, made: tuple[Any, tf.Variable]) -> None:
-    Checkpoints(tmp_path, made[0]).save(1)
-    said = refused(tmp_path, job(dtype=tf.float64)[0])
-    assert "has 'first' as float32 [4, 3], but here it is float64 [4, 3]" in said
 
 
 # --- damage
 
 
-def damage(path: Path, how: str) -> None:
-    data = bytearray(path.read_bytes())
-    if how == "empty":
-        data = bytearray()
-    elif how == "text":
-        data = bytearray(b"this is no checkpoint at all")
-    elif how == "torn":
-        data = data[: len(data) // 2]
-    elif how == "last byte missing":
-        data = data[:-1]
-    elif how == "longer":
-        data += b"\0"
-    elif how == "overwritten":
-        data[-100:] = b"x" * 100
-    path.write_bytes(data)
+DAMAGE: dict[str, Callable[[bytes], bytes]] = {
+    "empty": lambda data: b"",
+    "text": lambda data: b"this is no checkpoint at all",
+    "torn": lambda data: data[: len(data) // 2],
+    "last byte missing": lambda data: data[:-1],
+    "longer": lambda data: data + b"\0",
+    "overwritten": lambda data: data[:-100] + b"x" * 100,
+}
 
 
-@pytest.mark.filterwarnings("error")
-@pytest.mark.parametrize("how", ["empty", "text", "torn", "last byte missing", "longer", "overwritten"])
-def test_a_damaged_file_is_renamed_and_the_one_before_it_loaded(
-    tmp_path: Path, made: tuple[Any, tf.Variable], how: str
-) -> None:
+def save_and_damage(made: tuple[Any, tf.Variable], folder: Path, damage: Callable[[bytes], bytes]) -> Checkpoints:
+    """Save a checkpoint of sevens and a damaged one of eights; the first one is restored."""
     step, weight = made
-    saving = Checkpoints(tmp_path, step)
+    saving = Checkpoints(folder, step)
     weight.assign(tf.fill((4, 3), 7.0))
     saving.save(1)
     weight.assign(tf.fill((4, 3), 8.0))
     path = Path(saving.save(2))
-    damage(path, how)
+    path.write_bytes(damage(path.read_bytes()))
     with pytest.warns(DappleWarning, match=r"checkpoint-2\.safetensors is damaged.* continuing from .*checkpoint-1\."):
         assert saving.restore() == Position(1, 1)
     np.testing.assert_array_equal(weight, np.full((4, 3), 7))
+    return saving
+
+
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize("how", DAMAGE)
+def test_a_damaged_file_is_renamed_and_the_one_before_it_loaded(
+    tmp_path: Path, made: tuple[Any, tf.Variable], how: str
+) -> None:
+    saving = save_and_damage(made, tmp_path, DAMAGE[how])
     assert checkpoints_in(tmp_path) == ["checkpoint-1.safetensors", "checkpoint-2.safetensors.damaged"]
     saving.save(2)
     assert saving.restore() == Position(2, 2)
@@ -390,86 +381,59 @@ def sign(header: bytes, body: bytes) -> bytes:
     return zeroed.replace(b"0" * 64, hashlib.sha256(zeroed + body).hexdigest().encode(), 1) + body
 
 
-def rewrite(path: Path, how: str) -> None:
-    """Rewrite a checkpoint with another header and the checksum that belongs to it."""
-    data = path.read_bytes()
-    body = data[8 + int.from_bytes(data[:8], "little") :]
-    header = read_header(path)
+def rewrite(data: bytes, change: Callable[[dict[str, Any], dict[str, Any]], Any]) -> bytes:
+    """A checkpoint whose header and entry of the first variable were changed, with the checksum that belongs to it.
+
+    The header is what ``change`` returns, if that is not None.
+    """
+    end = 8 + int.from_bytes(data[:8], "little")
+    header = json.loads(data[8:end])
     header["__metadata__"]["sha256"] = "0" * 64
-    entry, text = header["first"], header["__metadata__"]
-    begin, end = entry["data_offsets"]
-    match how:
-        case "deep":
-            path.write_bytes(sign(b"[" * 100_000, body))
-            return
-        case "nested":
-            entry["extra"] = functools.reduce(lambda inner, _: [inner], range(100), [])
-        case "lone surrogate":
-            text["sha256"] = "\ud800"
-        case "no steps":
-            del text["steps"]
-        case "negative steps":
-            text["steps"] = "-1"
-        case "long steps":
-            text["steps"] = "9" * 5000
-        case "long offset":
-            entry["data_offsets"] = [begin, "NINES"]
-        case "float offsets":
-            entry["data_offsets"] = [float(begin), float(end)]
-        case "boolean offset":
-            entry["data_offsets"] = [begin, True]
-        case "negative offset":
-            entry["data_offsets"] = [-8, end]
-        case "overlap":
-            entry["data_offsets"] = next(e["data_offsets"] for e in header.values() if e.get("shape") == [3, 1])
-        case "float shape":
-            entry["shape"] = [4.0, 3.0]
-        case "another shape":
-            entry["shape"] = [4, 4]
-        case "shape of text":
-            entry["shape"] = "43"
-        case "metadata of a list":
-            header["__metadata__"] = []
-        case "a list":
-            path.write_bytes(sign(json.dumps(list(header)).encode(), body))
-            return
-    written = json.dumps(header).replace('"NINES"', "9" * 5000)
-    path.write_bytes(sign(written.encode(), body))
+    changed = change(header, header["first"])
+    written = json.dumps(header if changed is None else changed).replace('"NINES"', "9" * 5000)
+    return sign(written.encode(), data[end:])
 
 
-@pytest.mark.parametrize(
-    "how",
-    [
-        *("deep", "nested", "lone surrogate", "no steps", "negative steps", "long steps", "long offset", "a list"),
-        *("float offsets", "boolean offset", "negative offset", "overlap", "float shape", "another shape"),
-        *("shape of text", "metadata of a list"),
-    ],
-)
+HEADERS: dict[str, Callable[[dict[str, Any], dict[str, Any]], Any]] = {
+    "nested": lambda header, entry: entry.update(extra=functools.reduce(lambda inner, _: [inner], range(100), [])),
+    "lone surrogate": lambda header, entry: header["__metadata__"].update(sha256="\ud800"),
+    "no steps": lambda header, entry: header["__metadata__"].__delitem__("steps"),
+    "negative steps": lambda header, entry: header["__metadata__"].update(steps="-1"),
+    "long steps": lambda header, entry: header["__metadata__"].update(steps="9" * 5000),
+    "long offset": lambda header, entry: entry.update(data_offsets=[entry["data_offsets"][0], "NINES"]),
+    "float offsets": lambda header, entry: entry.update(data_offsets=[float(place) for place in entry["data_offsets"]]),
+    "boolean offset": lambda header, entry: entry.update(data_offsets=[entry["data_offsets"][0], True]),
+    "negative offset": lambda header, entry: entry.update(data_offsets=[-8, entry["data_offsets"][1]]),
+    "overlap": lambda header, entry: entry.update(data_offsets=header["second"]["data_offsets"]),
+    "float shape": lambda header, entry: entry.update(shape=[4.0, 3.0]),
+    "another shape": lambda header, entry: entry.update(shape=[4, 4]),
+    "shape of text": lambda header, entry: entry.update(shape="43"),
+    "metadata of a list": lambda header, entry: header.update(__metadata__=[]),
+    "a list": lambda header, entry: list(header),
+}
+
+
+@pytest.mark.parametrize("how", HEADERS)
 def test_a_header_that_makes_no_sense_is_damage_even_with_a_checksum(
     tmp_path: Path, made: tuple[Any, tf.Variable], how: str
 ) -> None:
-    step, weight = made
-    saving = Checkpoints(tmp_path, step)
-    weight.assign(tf.fill((4, 3), 7.0))
-    saving.save(1)
-    weight.assign(tf.fill((4, 3), 8.0))
-    rewrite(Path(saving.save(2)), how)
-    with pytest.warns(DappleWarning, match=r"checkpoint-2\.safetensors is damaged.* continuing from .*checkpoint-1\."):
-        assert saving.restore() == Position(1, 1)
-    np.testing.assert_array_equal(weight, np.full((4, 3), 7))
+    save_and_damage(made, tmp_path, lambda data: rewrite(data, HEADERS[how]))
 
 
-def test_rewriting_alone_is_no_damage(tmp_path: Path, made: tuple[Any, tf.Variable]) -> None:
-    saving = Checkpoints(tmp_path, made[0])
-    rewrite(Path(saving.save(1)), "not at all")
+def test_a_header_that_is_too_deep_is_damage(tmp_path: Path, made: tuple[Any, tf.Variable]) -> None:
+    save_and_damage(made, tmp_path, lambda data: sign(b"[" * 100_000, data[8 + int.from_bytes(data[:8], "little") :]))
+
+
+def test_rewriting_alone_is_no_damage(saving: Checkpoints) -> None:
+    path = Path(saving.save(1))
+    path.write_bytes(rewrite(path.read_bytes(), lambda header, entry: None))
     assert saving.restore() == Position(1, 1)
 
 
 @pytest.mark.parametrize("kind", ["pipe", "link to nothing", "link to itself", "socket", "device"])
 def test_what_is_no_file_is_renamed_and_the_one_before_it_loaded(
-    tmp_path: Path, made: tuple[Any, tf.Variable], kind: str
+    tmp_path: Path, saving: Checkpoints, kind: str
 ) -> None:
-    saving = Checkpoints(tmp_path, made[0])
     saving.save(1)
     path = tmp_path / "checkpoint-2.safetensors"
     match kind:
@@ -489,10 +453,7 @@ def test_what_is_no_file_is_renamed_and_the_one_before_it_loaded(
     assert checkpoints_in(tmp_path) == ["checkpoint-1.safetensors", "checkpoint-2.safetensors.damaged"]
 
 
-def test_names_that_only_resemble_those_of_checkpoints_are_left_alone(
-    tmp_path: Path, made: tuple[Any, tf.Variable]
-) -> None:
-    saving = Checkpoints(tmp_path, made[0])
+def test_names_that_only_resemble_those_of_checkpoints_are_left_alone(tmp_path: Path, saving: Checkpoints) -> None:
     others = ["checkpoint-007.safetensors", "checkpoint-\u0663.safetensors", "checkpoint-9.safetensors.bak"]
     for name in others:
         (tmp_path / name).write_text("")
@@ -516,8 +477,7 @@ def test_a_link_in_place_of_a_part_is_not_followed(tmp_path: Path, made: tuple[A
     assert checkpoints_in(folder) == ["checkpoint-1.safetensors"]
 
 
-def test_any_flipped_bit_is_detected(tmp_path: Path, made: tuple[Any, tf.Variable]) -> None:
-    saving = Checkpoints(tmp_path, made[0])
+def test_any_flipped_bit_is_detected(tmp_path: Path, saving: Checkpoints) -> None:
     path = Path(saving.save(1))
     good = path.read_bytes()
     random = np.random.default_rng(0)
@@ -533,10 +493,10 @@ def test_any_flipped_bit_is_detected(tmp_path: Path, made: tuple[Any, tf.Variabl
     assert saving.restore() == Position(1, 1)
 
 
-def test_if_all_are_damaged_training_does_not_start_anew(tmp_path: Path, made: tuple[Any, tf.Variable]) -> None:
-    saving = Checkpoints(tmp_path, made[0])
+def test_if_all_are_damaged_training_does_not_start_anew(tmp_path: Path, saving: Checkpoints) -> None:
     for number in (1, 2):
-        damage(Path(saving.save(number)), "torn")
+        path = Path(saving.save(number))
+        path.write_bytes(DAMAGE["torn"](path.read_bytes()))
     with pytest.raises(
         CheckpointError, match=r"checkpoint-2.* is damaged.*checkpoint-1.* is damaged.*No good checkpoint"
     ):
@@ -545,9 +505,8 @@ def test_if_all_are_damaged_training_does_not_start_anew(tmp_path: Path, made: t
 
 
 def test_a_file_of_a_later_format_version_is_kept(
-    tmp_path: Path, made: tuple[Any, tf.Variable], monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, saving: Checkpoints, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    saving = Checkpoints(tmp_path, made[0])
     saving.save(1)
     with monkeypatch.context() as patch:
         patch.setattr("dapple_tf.checkpoint.file.FORMAT", "dapple-checkpoint/2")
@@ -559,8 +518,7 @@ def test_a_file_of_a_later_format_version_is_kept(
     assert "checkpoint-2.safetensors" in os.listdir(tmp_path)
 
 
-def test_a_file_that_cannot_be_read_is_not_treated_as_damaged(tmp_path: Path, made: tuple[Any, tf.Variable]) -> None:
-    saving = Checkpoints(tmp_path, made[0])
+def test_a_file_that_cannot_be_read_is_not_treated_as_damaged(tmp_path: Path, saving: Checkpoints) -> None:
     saving.save(1)
     (tmp_path / "checkpoint-2.safetensors").mkdir()
     with pytest.raises(CheckpointError, match=r"checkpoint-2\.safetensors cannot be read: Is a directory"):

@@ -159,7 +159,6 @@ def test_a_writer_that_was_away_is_fenced_off(tmp_path: Path, monkeypatch: pytes
         text=True,
     ) as away:
         try:
-            assert away.stdout is not None
             assert away.stdout.readline() == "opened\n"
             away.send_signal(signal.SIGSTOP)
             monkeypatch.setenv("DAPPLE_LAUNCH", Start(1, launch="cd34").to_text())  # of another launch
@@ -167,7 +166,6 @@ def test_a_writer_that_was_away_is_fenced_off(tmp_path: Path, monkeypatch: pytes
                 lock_folder(tmp_path)
             monkeypatch.setenv("DAPPLE_LAUNCH", Start(1, launch="ab12").to_text())
             lock = lock_folder(tmp_path)
-            assert lock is not None
             away.send_signal(signal.SIGCONT)
             told, _ = away.communicate("save\n", timeout=60)
             assert f"{tmp_path} was taken over by process {os.getpid()} on" in told

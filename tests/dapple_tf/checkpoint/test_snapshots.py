@@ -68,6 +68,15 @@ def train(step: Any, memory: Path, count: int, done: int = 0, every: int = 2) ->
     return losses
 
 
+def start_and_train(folder: Path, memory: Path, count: int = 3) -> tuple[Any, Checkpoints]:
+    """Begin a run that saves in ``folder``, and train ``count`` steps."""
+    run = make_step()
+    saving = Checkpoints(folder, run)
+    saving.restore()
+    train(run, memory, count)
+    return run, saving
+
+
 def expected_losses(count: int) -> list[float]:
     step = make_step(None)
     return [float(step(X)) for _ in range(count)]
@@ -92,10 +101,7 @@ def test_a_run_goes_on_bit_by_bit_from_its_last_snapshot(tmp_path: Path, memory:
 
 
 def test_a_file_that_is_newer_is_restored(tmp_path: Path, memory: Path) -> None:
-    run = make_step()
-    saving = Checkpoints(tmp_path / "run", run)
-    saving.restore()
-    train(run, memory, 3)
+    _, saving = start_and_train(tmp_path / "run", memory)
     saving.save(3, batches=7)
     resumed = Checkpoints(tmp_path / "run", make_step()).restore()
     assert resumed == Position(3, 7)
@@ -115,9 +121,7 @@ def test_steps_are_counted_from_what_was_saved(tmp_path: Path, memory: Path) -> 
 
 
 def test_a_damaged_snapshot_is_left_out(tmp_path: Path, memory: Path, capsys: Any) -> None:
-    run = make_step()
-    Checkpoints(tmp_path / "run", run).restore()
-    train(run, memory, 5)
+    start_and_train(tmp_path / "run", memory, 5)
     (last,) = memory.rglob("snapshot-4-*")
     content = bytearray(last.read_bytes())
     content[-1] ^= 1
@@ -127,9 +131,7 @@ def test_a_damaged_snapshot_is_left_out(tmp_path: Path, memory: Path, capsys: An
 
 
 def test_a_snapshot_whose_parts_are_not_all_there_is_left_out(tmp_path: Path, memory: Path) -> None:
-    run = make_step()
-    Checkpoints(tmp_path / "run", run).restore()
-    train(run, memory, 3)
+    start_and_train(tmp_path / "run", memory)
     (part,) = memory.rglob("snapshot-2-*")
     part.rename(part.with_name(part.name.replace("-0-of-1", "-1-of-2")))
     assert Checkpoints(tmp_path / "run", make_step()).restore() == Position(0, 0)
@@ -157,10 +159,7 @@ def fail_in_run(folder: Path, memory: Path) -> None:
 
 
 def test_variables_that_are_not_finite_are_in_no_snapshot(tmp_path: Path, memory: Path) -> None:
-    run = make_step()
-    saving = Checkpoints(tmp_path / "run", run)
-    saving.restore()
-    train(run, memory, 3)
+    run, _ = start_and_train(tmp_path / "run", memory)
     bad = tf.fill(X.shape, np.nan)
     run(tf.cast(bad, X.dtype))
     run(X)
@@ -172,9 +171,7 @@ def test_variables_that_are_not_finite_are_in_no_snapshot(tmp_path: Path, memory
 
 
 def test_a_snapshot_of_another_model_is_refused(tmp_path: Path, memory: Path) -> None:
-    run = make_step()
-    Checkpoints(tmp_path / "run", run).restore()
-    train(run, memory, 3)
+    start_and_train(tmp_path / "run", memory)
     other = Checkpoints(tmp_path / "run", make_step(rows=5))
     with pytest.raises(CheckpointError, match=r"the snapshot after step 2 has 'first' as float32 \[4, 3\], but here"):
         other.restore()
@@ -182,9 +179,7 @@ def test_a_snapshot_of_another_model_is_refused(tmp_path: Path, memory: Path) ->
 
 def test_snapshots_of_a_folder_that_is_new_are_not_used_unasked(tmp_path: Path, memory: Path) -> None:
     folder = tmp_path / "run"
-    run = make_step()
-    Checkpoints(folder, run).restore()
-    train(run, memory, 3)
+    start_and_train(folder, memory)
     identity = (folder / "run-id").read_text()
     shutil.rmtree(folder)
     folder.mkdir()
@@ -201,9 +196,7 @@ def test_snapshots_under_a_launcher_are_found_without_the_folder(
     tmp_path: Path, memory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("DAPPLE_LAUNCH", Start(0, launch="abcdef").to_text())
-    run = make_step()
-    Checkpoints(tmp_path / "run", run).restore()
-    train(run, memory, 3)
+    start_and_train(tmp_path / "run", memory)
     shutil.rmtree(tmp_path / "run")  # it was on the host of rank 0, which is lost
     monkeypatch.setenv("DAPPLE_LAUNCH", Start(1, launch="abcdef").to_text())
     assert Checkpoints(tmp_path / "run", make_step()).restore() == Position(2, 2)
@@ -213,9 +206,7 @@ def test_snapshots_outlive_launches_that_fail_before_they_take_one(
     tmp_path: Path, memory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("DAPPLE_LAUNCH", Start(0, launch="aa").to_text())
-    run = make_step()
-    Checkpoints(tmp_path / "run", run).restore()
-    train(run, memory, 3)
+    start_and_train(tmp_path / "run", memory)
     for start in (Start(0, launch="bb"), Start(1, launch="bb"), Start(0, launch="cc")):
         monkeypatch.setenv("DAPPLE_LAUNCH", start.to_text())
         with pytest.raises(CheckpointError, match="the snapshot after step 2 has 'first' as float32"):

@@ -177,14 +177,20 @@ def test_a_graph_file_and_a_preset_can_be_planned(run_here: Run) -> None:
 def test_a_failure_is_one_line_with_exit_code_2_and_leaves_no_file(
     run_here: Run, arguments: tuple[object, ...], message: str
 ) -> None:
+    more = () if "-o" in arguments else ("-o", "new.json")
+    stderr = refused_without_a_file(run_here, *arguments, *more, "-q")
+    assert stderr.startswith(message)
+    assert len(stderr.splitlines()) == 1
+
+
+def refused_without_a_file(run_here: Run, *arguments: object) -> str:
+    """Return what a command prints to stderr that ends with exit code 2, and leaves all files as they were."""
     assert run_here(*PLAN, "-o", "plan.json").code == 0
     before = {path.name: path.read_bytes() for path in Path().iterdir()}
-    more = () if "-o" in arguments else ("-o", "new.json")
-    run = run_here(*arguments, *more, "-q")
+    run = run_here(*arguments)
     assert (run.code, run.stdout) == (2, "")
-    assert run.stderr.startswith(message)
-    assert len(run.stderr.splitlines()) == 1
     assert {path.name: path.read_bytes() for path in Path().iterdir()} == before
+    return run.stderr
 
 
 @pytest.mark.parametrize(
@@ -204,12 +210,7 @@ def test_a_failure_is_one_line_with_exit_code_2_and_leaves_no_file(
 def test_a_wrong_option_exits_with_2_and_leaves_no_file(
     run_here: Run, arguments: tuple[object, ...], message: str
 ) -> None:
-    assert run_here(*PLAN, "-o", "plan.json").code == 0
-    before = {path.name: path.read_bytes() for path in Path().iterdir()}
-    run = run_here(*arguments)
-    assert (run.code, run.stdout) == (2, "")
-    assert message in run.stderr
-    assert {path.name: path.read_bytes() for path in Path().iterdir()} == before
+    assert message in refused_without_a_file(run_here, *arguments)
 
 
 def test_for_a_model_that_is_too_large_the_error_says_what_would_fit(run_here: Run) -> None:

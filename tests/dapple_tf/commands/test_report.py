@@ -64,7 +64,6 @@ def test_a_run_records_its_steps_its_plan_and_what_it_ran_on(folder: Path) -> No
 @pytest.mark.usefixtures("trained")
 def test_the_trace_of_several_steps_has_these_and_their_memory(folder: Path) -> None:
     measured = read_recording(folder / "t.json").measured
-    assert measured is not None
     assert len(measured.earlier) == 2
     assert measured.memory_curves
     viewer = Viewer(json.loads((folder / "t.json").read_text()))
@@ -79,7 +78,6 @@ def test_the_losses_are_those_that_train_prints(trained: Outcome, folder: Path) 
 def test_the_first_part_of_a_run_has_measured_memory_and_a_simulated_bubble(lines: list[str], tmp_path: Path) -> None:
     (tmp_path / NAME).write_text("".join(f"{line}\n" for line in lines[:8]))
     end = read_run(tmp_path).end
-    assert end.together is not None
     predicted, measured = end.together
     assert predicted > 0
     assert measured >= 0  # a model this small may fit into memory that was freed before

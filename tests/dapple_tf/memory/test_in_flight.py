@@ -7,6 +7,8 @@ import pytest
 from dapple_tf.graph_passes.schedules.spec import ScheduleSpec
 from dapple_tf.memory.in_flight import nominal_ends, stage_states
 
+MIXED = "0F0 0F1 0I0 0B1 0W0; 1F0 1B0 1F1 1I1 1W1"
+
 
 @pytest.mark.parametrize(
     ("name", "wanted"),
@@ -56,7 +58,7 @@ def test_stash_and_queue_where_some_backwards_are_split() -> None:
     Stage 0 runs F0 to 1, F1 to 2, I0 from 4 to 5, B1 from 6 to 8, W0 to 9; stage 1 F0 from 1 to 2, B0 to 4, F1 to 5,
     I1 to 6, W1 to 7.
     """
-    schedule = ScheduleSpec.parse("0F0 0F1 0I0 0B1 0W0; 1F0 1B0 1F1 1I1 1W1").build(2, 2)
+    schedule = ScheduleSpec.parse(MIXED).build(2, 2)
     assert schedule.in_flight == (2, 1)
     names = ["0F0", "0F1", "0I0", "0B1", "0W0"]
     found = stage_states(schedule, 0)
@@ -88,34 +90,17 @@ def test_a_boundary_tensor_is_stashed_from_when_it_is_received() -> None:
     assert [state.stashed("previous stage", "B") for state in stage_states(schedule, 1)] == [1, 2, 3, 3, 2, 1]
 
 
-def test_nominal_ends_follow_dependencies_and_durations() -> None:
-    ends = nominal_ends(ScheduleSpec.parse("dapple-a").build(2, 2))
-    assert {str(action): end for action, end in ends.items()} == {
-        "0F0": 1,
-        "0F1": 2,
-        "1F0": 2,
-        "1B0": 4,
-        "1F1": 5,
-        "0B0": 6,
-        "1B1": 7,
-        "0B1": 9,
-    }
-
-
-def test_a_backward_takes_as_long_as_its_halves() -> None:
-    ends = nominal_ends(ScheduleSpec.parse("0F0 0F1 0I0 0B1 0W0; 1F0 1B0 1F1 1I1 1W1").build(2, 2))
-    assert {str(action): end for action, end in ends.items()} == {
-        "0F0": 1,
-        "0F1": 2,
-        "1F0": 2,
-        "1B0": 4,
-        "0I0": 5,
-        "1F1": 5,
-        "1I1": 6,
-        "1W1": 7,
-        "0B1": 8,
-        "0W0": 9,
-    }
+@pytest.mark.parametrize(
+    ("schedule", "ends"),
+    [
+        ("dapple-a", "0F0 1, 0F1 2, 1F0 2, 1B0 4, 1F1 5, 0B0 6, 1B1 7, 0B1 9"),
+        (MIXED, "0F0 1, 0F1 2, 1F0 2, 1B0 4, 0I0 5, 1F1 5, 1I1 6, 1W1 7, 0B1 8, 0W0 9"),
+    ],
+    ids=["dependencies and durations", "a backward takes as long as its halves"],
+)
+def test_nominal_ends(schedule: str, ends: str) -> None:
+    found = nominal_ends(ScheduleSpec.parse(schedule).build(2, 2))
+    assert {f"{action} {end:g}" for action, end in found.items()} == set(ends.split(", "))
 
 
 def test_the_first_stage_receives_no_activations_and_the_last_no_gradients() -> None:
@@ -125,7 +110,7 @@ def test_the_first_stage_receives_no_activations_and_the_last_no_gradients() -> 
 
 
 def test_a_stage_is_ending_from_its_last_backward_on() -> None:
-    schedule = ScheduleSpec.parse("0F0 0F1 0I0 0B1 0W0; 1F0 1B0 1F1 1I1 1W1").build(2, 2)
+    schedule = ScheduleSpec.parse(MIXED).build(2, 2)
     for stage, last in ((0, "0W0"), (1, "1W1")):
         states = stage_states(schedule, stage)
         assert [str(state.action) for state in states if state.ending] == [last]

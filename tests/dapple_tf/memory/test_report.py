@@ -113,7 +113,6 @@ def test_a_recorded_step_is_measured() -> None:
     step = step_of(loss)
     step.record(X)
     report = step.report
-    assert report.measured is not None
     assert report.measured.device == "CPU"
     assert report.predicted is not None
     assert report.predicted > 0

@@ -35,7 +35,6 @@ def test_a_rank_that_cannot_hold_its_stage_is_named() -> None:
 
 def test_the_least_limit_counts() -> None:
     before = find_room()
-    assert before is not None
     assert before.bytes > 0
     program = (
         "import resource; from dapple_tf.memory.room import find_room\n"

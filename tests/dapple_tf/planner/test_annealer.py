@@ -67,10 +67,8 @@ def test_a_step_takes_what_the_simulator_says(
     size = data.draw(st.sampled_from([size for size in problem.micro_batch_sizes if size >= cluster.devices]))
     candidate = problem.evaluate(stages, size, "drawn", "dapple-a")
     assume(candidate is not None and candidate.schedule == "dapple-a")
-    assert candidate is not None
     plan = problem.make_plan(stages, size, "dapple-a", "drawn")
     annealer = Annealer.of(problem, slope=1)
-    assert annealer is not None
     found = annealer.step_seconds(plan)
     assert math.isclose(found, candidate.seconds, rel_tol=1e-9)
 
@@ -79,7 +77,6 @@ def test_a_plan_that_is_found_takes_no_longer_than_any_straight_pipeline() -> No
     profile = make_profile((2, 4, 3, 1, 50), (1, 2, 9, 1, 10), (3, 5, 1, 1, 80), (1, 1, 2, 1, 20))
     problem = make_problem(profile, make_cluster(2, 2), global_batch_size=16)
     annealer = Annealer.of(problem)
-    assert annealer is not None
     layout = annealer.search(10**6)[0]
     straight = [StagePlan(layer, layer, (layer,)) for layer in range(4)]
     known = problem.evaluate_all_sizes(straight, "straight")
@@ -94,7 +91,6 @@ def test_stages_before_a_slow_link_may_run_all_forwards_first() -> None:
     cluster = make_cluster(8, 8, 8, inside=(13000, 0.05), between=(312.5, 0.05))
     problem = make_problem(make_profile(*rows, batch_size=8), cluster, global_batch_size=64)
     annealer = Annealer.of(problem)
-    assert annealer is not None
     firsts, ends = (0, 3, 7, 10, 14, 16), (4, 8, 12, 16, 20, 22)
     stages = [
         StagePlan(first, end - 1, tuple(range(begin, until)))
@@ -103,7 +99,6 @@ def test_stages_before_a_slow_link_may_run_all_forwards_first() -> None:
     known = problem.evaluate(stages, 4, "known", "K=16,15,4,3,1,1")
     in_proportion = [",".join(str(min(16, slope * (5 - s) + 1)) for s in range(6)) for slope in (1, 2, 3, 4, 8)]
     lines = [problem.evaluate(stages, 4, "line", f"K={warm_up}") for warm_up in in_proportion]
-    assert known is not None
     assert min(line.seconds for line in lines if line is not None) > known.seconds * 1.05
     assert annealer.search(2 * 10**7, searches=4)[0].seconds <= known.seconds * 1.01  # as planner "best" does
 

@@ -38,12 +38,10 @@ def test_a_pipeline_is_chosen_where_allreduce_is_slow_and_dp_where_transfers_are
     assert [stage.devices for stage in straight.stages] == [(0,), (1,)]
     # Each stage takes 3 s of a minibatch. K_0 = 2 hides the transfers of 0.01 s but for the wait of the first stage.
     predicted = straight.predicted
-    assert predicted is not None
     assert predicted["minibatch_seconds"] == pytest.approx(3, abs=0.05)
     replicated = make(LIGHT, cluster())
     assert [stage.devices for stage in replicated.stages] == [(0, 1)]
     # Two minibatches of 6 s at once, then 2 (2 - 1) / 2 x 2 bytes at 100 bytes a second.
-    assert replicated.predicted is not None
     assert replicated.predicted["minibatch_seconds"] == pytest.approx((6 + 0.02) / 2)
 
 
@@ -52,7 +50,6 @@ def test_the_plan_has_the_window_and_its_prediction() -> None:
     assert found.window == WindowPlan(8)
     assert (found.planner, found.global_batch_size, found.micro_batch_size, found.micro_batches) == ("best", 32, 4, 8)
     timeline = simulate(found, HEAVY, cluster())
-    assert timeline.phases is not None
     assert found.predicted == {
         "step_seconds": timeline.step_seconds,
         "speedup": timeline.speedup,

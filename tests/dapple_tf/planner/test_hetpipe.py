@@ -112,7 +112,6 @@ def test_allocations_by_hand() -> None:
 def test_workers_that_cut_alike_are_an_ordinary_plan_with_a_replica_for_each() -> None:
     problem = problem_of(make_unequal("fast fast", "slow slow"), *[(1, 1)] * 3, batch=8)
     result = find_result(problem, "hetpipe", policy="ED")
-    assert result is not None
     # The fast devices have two layers, the slow ones one, which takes them as long; the cut may be on either side.
     sizes = {stage.devices: stage.last_layer - stage.first_layer + 1 for stage in result.chosen.stages}
     assert sizes == {(0, 1): 2, (2, 3): 1}
@@ -125,7 +124,6 @@ def test_workers_that_cut_alike_are_an_ordinary_plan_with_a_replica_for_each() -
 def unlike(**options: Any) -> tuple[PlanningProblem, Plan]:
     problem = problem_of(make_unequal("fast slow", "fast fast"), (1, 2, 0, 1, 4), (1, 2, 0, 1, 4), (2, 4, 0, 1, 8))
     result = find_result(problem, "hetpipe", policy="NP", **options)
-    assert result is not None
     return problem, predict_plan(problem, result.chosen, "hetpipe")[0]
 
 
@@ -146,7 +144,6 @@ def test_unlike_workers_by_hand() -> None:
     # The first worker: 2 s of forward on the slow device, then four times 9 s; 4 s of backward on the slow device.
     # Then layer 0 is reduced over devices 1 and 2 (4 bytes at 1000 a second), layer 1 over 0 and 2, layer 2 over 0, 3.
     assert timeline.step_seconds == pytest.approx(2 + 4 * 9 + 4 + 0.004, abs=0.02)
-    assert plan.predicted is not None
     assert plan.predicted["step_seconds"] == timeline.step_seconds
     assert len(plan.predicted["peak_memory_bytes"]) == 4
     assert timeline.note.startswith("virtual worker 0 of 2")
@@ -162,7 +159,6 @@ def test_a_comparison_says_where_virtual_workers_lose() -> None:
 
 def test_the_bubble_counts_all_workers() -> None:
     problem, plan = unlike()
-    assert plan.predicted is not None
     busy = 4 * (6 + 9 + 6 + 6)  # four micro-batches on each of four devices
     step = plan.predicted["step_seconds"]
     assert plan.predicted["bubble"] == pytest.approx(1 - busy / (4 * step))

@@ -32,7 +32,6 @@ def plan(by: str = "time", memory: float = AMPLE, **options: Any) -> Plan:
 def test_no_block_partition_has_a_smaller_largest_stage(case: Case, by: str) -> None:
     problem = make_problem(case.profile, case.cluster, global_batch_size=case.batch, **case.options)
     result = plan_torchgpipe(problem, by=by)
-    assert result is not None
     found, profile = result.chosen, case.profile
     forward = profile.forward_seconds(found.micro_batch_size)
     seconds = forward + profile.backward_seconds(found.micro_batch_size)

@@ -329,42 +329,34 @@ def test_a_trace_of_a_window_is_read_as_it_was_saved(tmp_path: Path) -> None:
     timeline = simulate(plan_window(WindowPlan(4), (0, 0, (0,)), (1, 1, (1, 2))), PROFILE, make_cluster(3))
     timeline.save(tmp_path / "window.json")
     read = read_recording(tmp_path / "window.json").predicted
-    assert read is not None
     assert read.timeline == timeline
     assert read.timeline.phases == timeline.phases
     assert [event.version for event in read.timeline.events] == [event.version for event in timeline.events]
 
 
 @pytest.mark.parametrize(
-    ("change", "message"),
+    ("part", "change", "message"),
     [
-        ({"minibatches": 3}, "minibatches=3 is no multiple of the 2 replicas of stage 1"),
-        ({"minibatches": 2}, "actions are not those of predicted.timeline.window: 8 differ"),
-        ({"minibatches": 10**6}, "has more than 1000000 micro-batches"),
-        ({"replicas": []}, "give a number from 1 on"),
-        ({"warm_up": [3, 0]}, "give a number from 1 on for each of 2 stages"),
-        ({"in_turn": 1}, "in_turn is 1, not true or false"),
+        ("window", {"minibatches": 3}, "minibatches=3 is no multiple of the 2 replicas of stage 1"),
+        ("window", {"minibatches": 2}, "actions are not those of predicted.timeline.window: 8 differ"),
+        ("window", {"minibatches": 10**6}, "has more than 1000000 micro-batches"),
+        ("window", {"replicas": []}, "give a number from 1 on"),
+        ("window", {"warm_up": [3, 0]}, "give a number from 1 on for each of 2 stages"),
+        ("window", {"in_turn": 1}, "in_turn is 1, not true or false"),
+        ("stage_events", {"micro_batch": 2}, r"stage_events\[0\].micro_batch is 2, not the last one of an update"),
     ],
 )
-def test_a_trace_whose_window_is_wrong_is_refused(tmp_path: Path, change: dict[str, Any], message: str) -> None:
+def test_a_trace_whose_window_or_updates_are_wrong_is_refused(
+    tmp_path: Path, part: str, change: dict[str, Any], message: str
+) -> None:
     timeline = simulate(plan_window(WindowPlan(4), (0, 0, (0,)), (1, 1, (1, 2))), PROFILE, make_cluster(3))
     path = tmp_path / "window.json"
     timeline.save(path)
     data = json.loads(path.read_text())
-    data["dapple"]["predicted"]["timeline"]["window"] |= change
+    saved = data["dapple"]["predicted"]["timeline"][part]
+    (saved if part == "window" else saved[0]).update(change)
     path.write_text(json.dumps(data))
     with pytest.raises(TraceError, match=message):
-        read_recording(path)
-
-
-def test_a_trace_whose_updates_are_of_no_group_is_refused(tmp_path: Path) -> None:
-    timeline = simulate(plan_window(WindowPlan(4), (0, 0, (0,)), (1, 1, (1, 2))), PROFILE, make_cluster(3))
-    path = tmp_path / "window.json"
-    timeline.save(path)
-    data = json.loads(path.read_text())
-    data["dapple"]["predicted"]["timeline"]["stage_events"][0]["micro_batch"] = 2
-    path.write_text(json.dumps(data))
-    with pytest.raises(TraceError, match=r"stage_events\[0\].micro_batch is 2, not the last one of an update"):
         read_recording(path)
 
 

@@ -73,12 +73,10 @@ def test_the_bubble_and_the_utilisation_are_those_of_devices() -> None:
 def test_a_device_holds_the_weights_and_stashes_of_all_its_stages() -> None:
     # Of each stage 40 bytes of weights, gradients and slots, and 3 of a stash; 8 of the largest working set.
     timeline = interleaved((0,), (1,), (0,), (1,))
-    assert timeline.simulation is not None
     peaks = timeline.simulation.peak_memory_bytes
     assert peaks[0] == peaks[2]
     assert peaks[1] == peaks[3]
     one = interleaved((0,), (0,), (0,), (0,))
-    assert one.simulation is not None
     assert len(set(one.simulation.peak_memory_bytes)) == 1
     assert one.simulation.peak_memory_bytes[0] > peaks[0] > peaks[1]
 

@@ -12,7 +12,7 @@ from dapple_tf.graph_passes.schedules.schedule import Action, Kind
 from dapple_tf.timeline.critical_path import critical_stage, sum_by_kind
 from dapple_tf.timeline.events import Event, StageEvent, Transfer
 from dapple_tf.timeline.timeline import Timeline
-from tests.dapple_tf.timeline.test_timeline import TWO, event
+from tests.dapple_tf.timeline.test_timeline import TWO, event, events
 
 
 def path_of(timeline: Timeline) -> list[tuple[str, float, float]]:
@@ -38,18 +38,7 @@ def test_a_gap_is_waiting_for_what_comes_after_it() -> None:
 
 def test_the_path_goes_on_with_the_input_that_ended_last_of_the_device_or_of_another_stage() -> None:
     # 0F1 holds stage 0 until 3, 1B0 has ended at 2.5: 0B0 waited for its device. 1F1 waited for 0F1, not for 1B0.
-    timeline = Timeline(
-        (
-            event("0F0", 0, 0.0, 1.0),
-            event("0F1", 0, 1.0, 3.0),
-            event("1F0", 1, 1.0, 1.5),
-            event("1B0", 1, 1.5, 2.5),
-            event("0B0", 0, 3.0, 4.0),
-            event("1F1", 1, 3.0, 3.5),
-            event("1B1", 1, 3.5, 4.5),
-            event("0B1", 0, 4.5, 5.0),
-        )
-    )
+    timeline = Timeline(events("0F0 0-1, 0F1 1-3, 1F0 1-1.5, 1B0 1.5-2.5, 0B0 3-4, 1F1 3-3.5, 1B1 3.5-4.5, 0B1 4.5-5"))
     assert [name for name, _, _ in path_of(timeline)] == ["0F0", "0F1", "1F1", "1B1", "0B1"]
     assert timeline.critical_stage == 0  # 3.5 seconds to 1.5
 
@@ -57,12 +46,7 @@ def test_the_path_goes_on_with_the_input_that_ended_last_of_the_device_or_of_ano
 def test_a_transfer_that_waits_for_its_channel_follows_the_transfer_before_it() -> None:
     # 0>1 1 could start when 0F1 ended at 2, but its channel was busy until 4.
     timeline = Timeline(
-        (
-            event("0F0", 0, 0.0, 1.0),
-            event("0F1", 0, 1.0, 2.0),
-            event("1F0", 1, 4.0, 5.0),
-            event("1F1", 1, 7.25, 8.0),
-        ),
+        events("0F0 0-1, 0F1 1-2, 1F0 4-5, 1F1 7.25-8"),
         (Transfer(0, 1, 0, 1.0, 4.0), Transfer(0, 1, 1, 4.0, 7.0)),
     )
     assert path_of(timeline) == [
@@ -79,12 +63,7 @@ def test_a_transfer_that_waits_for_its_channel_follows_the_transfer_before_it() 
 def test_without_transfers_a_stage_waits_for_the_last_result_that_travels_with_what_it_takes(is_known: bool) -> None:
     """As in one process, where no transfer is recorded: what travels together is known from the schedule."""
     timeline = Timeline(
-        (
-            event("0F0", 0, 0.0, 1.0),
-            event("0F1", 0, 1.0, 2.0),
-            event("1F0", 1, 2.25, 3.0),
-            event("1F1", 1, 3.0, 4.0),
-        ),
+        events("0F0 0-1, 0F1 1-2, 1F0 2.25-3, 1F1 3-4"),
         together=[Action(0, "F", 0)] if is_known else [],
     )
     first = [("0F0", 0, 1), ("0F1", 1, 2), ("wait before 1F0", 2, 2.25)]
@@ -94,12 +73,7 @@ def test_without_transfers_a_stage_waits_for_the_last_result_that_travels_with_w
 
 def test_a_transfer_of_several_results_waits_for_the_last_one() -> None:
     timeline = Timeline(
-        (
-            event("0F0", 0, 0.0, 1.0),
-            event("0F1", 0, 1.0, 2.0),
-            event("1F0", 1, 4.0, 5.0),
-            event("1F1", 1, 5.0, 6.0),
-        ),
+        events("0F0 0-1, 0F1 1-2, 1F0 4-5, 1F1 5-6"),
         (Transfer(0, 1, 1, 2.0, 4.0, count=2),),
         together=[Action(0, "F", 0)],
     )
@@ -128,7 +102,7 @@ def test_an_allreduce_starts_when_the_last_replica_reaches_it() -> None:
 
 def test_an_allreduce_that_overlaps_a_backward_shortens_its_part_of_the_path() -> None:
     parts = (summed("allreduce", 0, 0, 2.0, 3.0), summed("allreduce", 0, 0, 2.5, 4.0))
-    timeline = Timeline((event("0F0", 0, 0.0, 1.0), event("0B0", 0, 1.0, 3.5)), (), parts)
+    timeline = Timeline(events("0F0 0-1, 0B0 1-3.5"), (), parts)
     assert path_of(timeline) == [("0F0", 0, 1), ("0B0", 1, 2.5), ("AllReduce of stage 0", 2.5, 4)]
 
 
@@ -147,22 +121,13 @@ def test_the_critical_stage_has_most_of_the_compute_on_the_path() -> None:
 
 
 def test_events_that_take_no_time_are_not_on_the_path() -> None:
-    timeline = Timeline((event("0F0", 0, 0.0, 0.0), event("0B0", 0, 0.0, 0.0), event("1F0", 1, 0.0, 1.0)))
+    timeline = Timeline(events("0F0 0-0, 0B0 0-0, 1F0 0-1"))
     assert path_of(timeline) == [("1F0", 0, 1)]
 
 
 def test_the_path_goes_on_before_events_shorter_than_the_resolution_of_the_clock() -> None:
     """0I0 and 0I1 are of no length, and begin with the weights' gradients behind them."""
-    timeline = Timeline(
-        (
-            event("0F0", 0, 0.0, 1.0),
-            event("0F1", 0, 1.0, 2.0),
-            event("0I0", 0, 2.0, 2.0),
-            event("0W0", 0, 2.0, 3.0),
-            event("0I1", 0, 3.0, 3.0),
-            event("0W1", 0, 3.0, 4.0),
-        )
-    )
+    timeline = Timeline(events("0F0 0-1, 0F1 1-2, 0I0 2-2, 0W0 2-3, 0I1 3-3, 0W1 3-4"))
     assert path_of(timeline) == [("0F0", 0, 1), ("0F1", 1, 2), ("0W0", 2, 3), ("0W1", 3, 4)]
 
 

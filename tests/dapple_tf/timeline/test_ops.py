@@ -21,7 +21,7 @@ from dapple_tf.timeline.stamps import fill_stamps, name_stamps
 from dapple_tf.timeline.timeline import Timeline
 from dapple_tf.timeline.trace_file import read_recording
 from tests.dapple_tf.builders import X, chain, step_of
-from tests.dapple_tf.timeline.test_timeline import TWO, event
+from tests.dapple_tf.timeline.test_timeline import TWO, event, events
 from tests.dapple_tf.timeline.test_trace import Viewer
 
 
@@ -82,7 +82,7 @@ def test_a_second_profiler_is_refused(tmp_path: Path) -> None:
 
 
 # Three forwards of a second, of which the last is four times as long: its product takes 2 s more, and it waits 1 s.
-FORWARDS = (event("0F0", 0, 0.0, 1.0), event("0F1", 0, 1.0, 2.0), event("0F2", 0, 2.0, 6.0))
+FORWARDS = events("0F0 0-1, 0F1 1-2, 0F2 2-6")
 BACKWARDS = tuple(event(f"0B{m}", 0, 6.0 + m, 7.0 + m) for m in range(3))
 
 
@@ -140,7 +140,6 @@ def test_a_trace_has_the_ops_below_their_device_and_is_read_again(tmp_path: Path
     ]
     assert rows[2] == [(1.25, "Sum sum")]
     found = read_recording(tmp_path / "t.json").measured
-    assert found is not None
     assert found.ops == OPS
 
 

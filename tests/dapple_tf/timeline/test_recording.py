@@ -26,21 +26,12 @@ from dapple_tf.timeline.trace_file import read_recording
 from tests.dapple_tf.builders import X, chain, make_plan, step_of
 from tests.dapple_tf.simulator.builders import cost, make_step
 from tests.dapple_tf.simulator.builders import make_timeline as simulated
-from tests.dapple_tf.timeline.test_timeline import TWO, event
+from tests.dapple_tf.timeline.test_timeline import TWO, event, events
 
 # Two stages, two micro-batches of dapple-a: forwards take 1 s, backwards 2 s, but 0F1 and 1B1 a second longer.
 # Activations travel for half a second, and stage 1's gradients are summed for 1 s after its last backward.
 MEASURED = Timeline(
-    (
-        event("0F0", 0, 0.0, 1.0),
-        event("0F1", 0, 1.0, 3.0),
-        event("1F0", 1, 1.5, 2.5),
-        event("1B0", 1, 2.5, 4.5),
-        event("0B0", 0, 4.5, 6.5),
-        event("1F1", 1, 4.5, 5.5),
-        event("1B1", 1, 5.5, 8.5),
-        event("0B1", 0, 8.5, 10.5),
-    ),
+    events("0F0 0-1, 0F1 1-3, 1F0 1.5-2.5, 1B0 2.5-4.5, 0B0 4.5-6.5, 1F1 4.5-5.5, 1B1 5.5-8.5, 0B1 8.5-10.5"),
     (Transfer(0, 1, 0, 1.0, 1.5), Transfer(0, 1, 1, 3.0, 3.5)),
     (
         StageEvent("allreduce", 1, 0, "/device:CPU:1", 8.5, 9.5),
@@ -56,24 +47,8 @@ def timeline_of(step: StepEvents) -> Timeline:
 
 def test_phases_are_simulated_as_one_schedule_by_hand() -> None:
     """Nothing trains stage 0 in the first phase, so it begins the second one when its two forwards have ended, at 2."""
-    first = Timeline(
-        (
-            event("0F0", 0, 0.0, 1.0),
-            event("0F1", 0, 1.0, 2.0),
-            event("1F0", 1, 1.0, 2.0),
-            event("1B0", 1, 2.0, 4.0),
-            event("1F1", 1, 4.0, 5.0),
-            event("1B1", 1, 5.0, 7.0),
-        )
-    )
-    second = Timeline(
-        (
-            event("0F0", 0, 0.0, 3.0),
-            event("1F0", 1, 3.0, 4.0),
-            event("1B0", 1, 4.0, 5.0),
-            event("0B0", 0, 5.0, 7.0),
-        )
-    )
+    first = Timeline(events("0F0 0-1, 0F1 1-2, 1F0 1-2, 1B0 2-4, 1F1 4-5, 1B1 5-7"))
+    second = Timeline(events("0F0 0-3, 1F0 3-4, 1B0 4-5, 0B0 5-7"))
     of_first, of_second = parse_schedule("0F0 0F1 0B0 0B1; 1F0 1B0 1F1 1B1"), parse_schedule("0F0 0B0; 1F0 1B0")
     idle = dataclasses.replace(of_first, workers=(of_first.workers[0][:2], of_first.workers[1]))
     # 0F0 of the second phase runs from 2 to 5. Stage 1 is in the first phase until 7: 1F0 to 8, 1B0 to 9, 0B0 to 11.
@@ -180,7 +155,6 @@ def test_a_step_is_compared_with_the_simulation_of_its_plan_if_there_is_one() ->
     run = simulated("dapple-a", 2, [cost(1, 2), cost(1, 2)])
     plan = dataclasses.replace(run.plan, predicted={"step_seconds": run.step_seconds})
     recording = pair_with_prediction(MEASURED, plan, run)
-    assert recording.predicted is not None
     assert recording.predicted.source == BY_PROFILE
     assert recording.predicted.timeline.seconds == run.step_seconds == 9
     assert str(recording).count("9 s") == 2, "what is known is not told again"

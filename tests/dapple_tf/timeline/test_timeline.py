@@ -27,14 +27,16 @@ def event(text: str, device: int, start: float, end: float, replica: int = 0) ->
     return Event(Action(int(stage), kind, int(micro_batch)), replica, f"/device:CPU:{device}", start, end)
 
 
-TWO = Timeline(
-    (
-        event("0F0", 0, 0.0, 1.0),
-        event("1F0", 1, 1.0, 2.0),
-        event("1B0", 1, 2.0, 4.0),
-        event("0B0", 0, 4.0, 6.0),
-    )
-)
+def events(text: str) -> tuple[Event, ...]:
+    """Events such as ``0F0 0-1.5, 1F0 2-3``, each on the device with the number of its stage."""
+    found = []
+    for action, span in (entry.split() for entry in text.split(", ")):
+        start, end = map(float, span.split("-"))
+        found.append(event(action, int(action[0]), start, end))
+    return tuple(found)
+
+
+TWO = Timeline(events("0F0 0-1, 1F0 1-2, 1B0 2-4, 0B0 4-6"))
 
 
 def test_seconds_and_bubble() -> None:
@@ -61,10 +63,9 @@ def test_recorded_and_simulated_steps_are_timelines() -> None:
 
 
 def test_the_stages_of_a_recorded_step_have_median_seconds() -> None:
-    events = [event("0F0", 0, 0, 1), event("0F1", 0, 1, 4), event("0B0", 0, 4, 6), event("0B1", 0, 6, 8)]
-    events += [event("0F0", 1, 0, 1, replica=1), event("0F1", 1, 1, 2, replica=1)]
+    second = event("0F0", 1, 0, 1, replica=1), event("0F1", 1, 1, 2, replica=1)
     reductions = (StageEvent("allreduce", 0, 0, "/device:CPU:0", 5.0, 7.0),)
-    (stage,) = Timeline(events, (), reductions).stages
+    (stage,) = Timeline((*events("0F0 0-1, 0F1 1-4, 0B0 4-6, 0B1 6-8"), *second), (), reductions).stages
     assert (stage.stage, stage.devices) == (0, ("/device:CPU:0", "/device:CPU:1"))
     assert (stage.forward_seconds, stage.backward_seconds, stage.weights_seconds) == (1, 2, None)
     assert (stage.allreduce_seconds, stage.peak_memory_bytes) == (2, None)
@@ -82,12 +83,12 @@ def test_figures_of_the_cost_model_are_refused_for_a_recorded_step(name: str) ->
 
 
 def test_a_device_that_is_always_busy_has_no_bubble() -> None:
-    assert Timeline((event("0F0", 0, 0.0, 1.0), event("0B0", 0, 1.0, 3.0))).bubble == 0
+    assert Timeline(events("0F0 0-1, 0B0 1-3")).bubble == 0
 
 
 def test_the_order_of_each_replica() -> None:
-    events = (event("0F0", 0, 0, 1), event("0F0", 1, 0.5, 1, replica=1), event("0B0", 0, 1, 2), *TWO.events[1:2])
-    timeline = Timeline(events)
+    second = event("0F0", 1, 0.5, 1, replica=1)
+    timeline = Timeline((*events("0F0 0-1, 0B0 1-2"), second, TWO.events[1]))
     assert [str(action) for action in timeline.order(0)] == ["0F0", "0B0"]
     assert [str(action) for action in timeline.order(0, 1)] == ["0F0"]
     assert [str(action) for action in timeline.order(1)] == ["1F0"]
@@ -219,7 +220,6 @@ def test_a_recorded_step_of_one_process_knows_what_travels_together() -> None:
     assert ends["1F0"][0] >= ends["0F1"][1]
     assert ends["0B0"][0] >= ends["1B1"][1]
     predicted = step.recording.predicted
-    assert predicted is not None
     assert predicted.timeline.step.together == step.timeline.step.together
 
 
@@ -268,7 +268,6 @@ def test_the_memory_of_phases_that_overlap_is_that_of_the_largest_and_can_be_rea
     first, second = (Timeline((event("0F0", 0, 0.0, 3.0),), (), (), memory_curves=[curve]) for curve in curves)
     PhasesTimeline((first, second), (0.0, 1.0)).save(tmp_path / "step.json")
     measured = read_recording(tmp_path / "step.json").measured
-    assert measured is not None
     # The second phase begins after a second; times count from there.
     assert measured.memory_curves == (
         MemoryCurve("CPU", (-1.0, 0.0, 1.0, 1.5, 2.0, 3.0), (5.0, 5.0, 9.0, 9.0, 7.0, 2.0)),

@@ -26,7 +26,7 @@ from dapple_tf.timeline.timeline import Timeline
 from dapple_tf.timeline.trace_file import read_recording
 from tests.dapple_tf.builders import X, chain, step_of
 from tests.dapple_tf.simulator.builders import cost, make_timeline, stage_costs
-from tests.dapple_tf.timeline.test_timeline import TWO, event
+from tests.dapple_tf.timeline.test_timeline import TWO, events
 
 
 class Viewer:
@@ -91,12 +91,7 @@ def test_a_transfer_too_short_to_be_drawn_does_not_interrupt_an_arrow() -> None:
 
 
 def test_by_clocks_that_differ_an_arrow_starts_when_the_second_action_does_or_is_left_out() -> None:
-    skewed = (
-        event("0F0", 0, 0.0, 2.0),
-        event("1F0", 1, 1.0, 3.0),
-        event("1B0", 1, 5.0, 6.0),
-        event("0B0", 0, 4.0, 5.0),
-    )
+    skewed = events("0F0 0-2, 1F0 1-3, 1B0 5-6, 0B0 4-5")
     assert view(Recording("", Timeline(skewed))).flows == [("0F0", "1F0")]
 
 

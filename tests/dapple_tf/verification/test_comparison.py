@@ -172,7 +172,6 @@ def test_an_optimizer_that_steps_twice_differs() -> None:
             one.apply(list(outcome.gradients.values()))
         twice = dataclasses.replace(outcome, variables=values_of(one.variables))
     comparison = compare_steps(one, twice, outcome)
-    assert comparison.first_bad is not None
     assert comparison.first_bad.kind == "variable"
 
 

@@ -51,7 +51,6 @@ def names(nodes: Sequence[Node]) -> set[str]:
 def test_the_round_of_two_stages() -> None:
     """With a warm-up of two, b0 runs one micro-batch behind the others."""
     state = find(pipeline(8, 2))
-    assert state is not None
     assert names(state.body) == {"f0_2", "f1_2", "b1_2", "b0_1"}
     assert state.iterations == 6
     assert names(state.before) == {"x", "f0_0", "f0_1", "f1_0", "f1_1", "b1_0", "b1_1", "b0_0"}
@@ -66,7 +65,6 @@ def test_the_round_of_two_stages() -> None:
 
 def test_the_nodes_of_an_iteration_keep_their_order() -> None:
     state = find(pipeline(8, 3))
-    assert state is not None
     order = [found.op for found in state.body]
     assert order.index("f0_") < order.index("f1_") < order.index("b1_")
     assert order.index("f0_") < order.index("b0_")
@@ -75,7 +73,6 @@ def test_the_nodes_of_an_iteration_keep_their_order() -> None:
 def test_every_node_is_in_one_part() -> None:
     graph = pipeline(9, 4)
     state = find(graph)
-    assert state is not None
     inside = {found.name for found in graph.nodes if state.find(found.name)}
     assert len(inside) == len(state.body) * state.iterations
     assert names(state.before) | names(state.after) | inside == names(graph.nodes)
@@ -98,7 +95,6 @@ def test_a_kind_that_takes_other_things_each_time_stays_outside() -> None:
     graph = pipeline(8, 2)
     odd = [node("odd", m, [f"b0_{(3 * m) % 8}"]) for m in range(8)]
     state = find(graph.replace(nodes=topological([*graph.nodes, *odd])))
-    assert state is not None
     assert {"odd1", "odd5"} <= names(state.after)
     assert "odd0" in names(state.before)
     needed = [found if found.name != "f1_7" else found.after("odd1", "odd") for found in graph.nodes]
@@ -120,14 +116,12 @@ def test_nothing_is_carried_for_more_iterations_than_the_loop_has() -> None:
 
     assert find(graph(14)) is None
     found = find(graph(20))
-    assert found is not None
     assert found.iterations == 11
 
 
 def test_kinds_without_edges_between_them_are_one_loop() -> None:
     nodes = [found for m in range(6) for found in (node("a", m, ["x"]), node("b", m, ["x"]))]
     state = find(Graph("g", (X, *nodes), ("x",), ()))
-    assert state is not None
     assert state.iterations == 6
     assert not state.after
 
@@ -205,7 +199,6 @@ def test_the_loops_of_all_ranks_end_together(kind: Kind) -> None:
     states = [find_in_rank(graph, 12 if "v=2" not in kind.schedule else 5) for graph in graphs]
     assert_ranks_end(graphs, states)
     for graph, state in zip(graphs, states, strict=True):
-        assert state is not None
         assert {"exchange", "forward", "backward"} & {found.op for found in state.body} >= {"exchange", "forward"}
         outside = [found for found in graph.nodes if found.has("micro_batch") and state.find(found.name) is None]
         assert len(outside) < len(graph.nodes) / 2
@@ -229,7 +222,6 @@ def test_a_loop_of_as_many_iterations_as_run_side_by_side() -> None:
     states = [find_in_rank(graph, 12) for graph in graphs]
     assert_ranks_end(graphs, states)
     assert states[0] is None
-    assert states[1] is not None
     assert states[1].iterations == states[1].parallel_iterations == 12
 
 
@@ -241,7 +233,6 @@ def test_messages_alone_are_no_loop() -> None:
     assert find_in_rank(graphs[0], 3) is None
     unaware = [replace(found, attrs=tuple(a for a in found.attrs if a[0] != "ranks")) for found in graphs[0].nodes]
     state = find_in_rank(graphs[0].replace(nodes=tuple(unaware)), 3)
-    assert state is not None
     assert {found.op for found in state.body} >= {"exchange"}
     with pytest.raises(AssertionError):
         assert_ranks_end(graphs, [state, None])

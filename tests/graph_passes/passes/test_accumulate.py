@@ -8,9 +8,8 @@ from tests.graph_passes.builders import assert_graph, calls, function
 BACKWARD = function("stage0/backward", "gradient h", "gradient x, variable w, variable v float32[2]")
 
 ONE = """
-    %stage0/replica0/mbM/forward = forward() {micro_batch=M, replica=0, stage=0}
-    %stage0/replica0/mbM/backward = backward() {function='stage0/backward', micro_batch=M, replica=0, stage=0}
-    | -> (float32[?,4], float32[4], float32[2])
+    %stage0/replica0/mbM/forward = forward() {place}
+    %stage0/replica0/mbM/backward = backward() {call} -> (float32[?,4], float32[4], float32[2])
 """
 TWO = ONE.replace("M", "0") + ONE.replace("M", "1")
 
@@ -21,11 +20,11 @@ def test_two_micro_batches_are_summed_in_order() -> None:
         TWO
         + """
         %stage0/replica0/mb0/accumulate = accumulate(%stage0/replica0/mb0/backward:1, %stage0/replica0/mb0/backward:2)
-        | {first=True, micro_batch=0, replica=0, stage=0, variables=['w', 'v']}
+        | {place, first=True, variables=['w', 'v']}
         %stage0/replica0/mb1/accumulate = accumulate(%stage0/replica0/mb1/backward:1, %stage0/replica0/mb1/backward:2)
-        | {first=False, micro_batch=1, replica=0, stage=0, variables=['w', 'v']}
+        | {place, first=False, variables=['w', 'v']}
         | ^%stage0/replica0/mb0/accumulate 'accumulate: micro-batch 1 after 0'
-        %stage0/replica0/gradients = gradients() {replica=0, stage=0, variables=['w', 'v']} -> (float32[4], float32[2])
+        %stage0/replica0/gradients = gradients() {place, variables=['w', 'v']} -> (float32[4], float32[2])
         | ^%stage0/replica0/mb1/accumulate 'accumulate: all micro-batches are summed'
         """,
     )
@@ -35,11 +34,9 @@ INPUTS = function("stage0/inputs", "gradient h", "gradient x, carry c")
 WEIGHTS = function("stage0/weights", "carry c", "variable w, variable v float32[2]")
 
 SPLIT = """
-    %stage0/replica0/mbM/forward = forward() {micro_batch=M, replica=0, stage=0}
-    %stage0/replica0/mbM/inputs = inputs() {function='stage0/inputs', micro_batch=M, replica=0, stage=0}
-    | -> (float32[?,4], float32[?,4])
-    %stage0/replica0/mbM/weights = weights(%stage0/replica0/mbM/inputs:1)
-    | {function='stage0/weights', micro_batch=M, replica=0, stage=0} -> (float32[4], float32[2])
+    %stage0/replica0/mbM/forward = forward() {place}
+    %stage0/replica0/mbM/inputs = inputs() {call} -> (float32[?,4], float32[?,4])
+    %stage0/replica0/mbM/weights = weights(%stage0/replica0/mbM/inputs:1) {call} -> (float32[4], float32[2])
 """
 
 
@@ -50,7 +47,7 @@ def test_where_backward_is_split_the_gradients_of_weights_are_summed() -> None:
         before
         + """
         %stage0/replica0/gradients = gradients(%stage0/replica0/mb0/weights:0, %stage0/replica0/mb0/weights:1)
-        | {replica=0, stage=0, variables=['w', 'v']} -> (float32[4], float32[2])
+        | {place, variables=['w', 'v']} -> (float32[4], float32[2])
         """,
     )
 
@@ -63,14 +60,14 @@ def test_whole_and_split_backwards_are_summed_in_micro_batch_order() -> None:
         mixed
         + """
         %stage0/replica0/mb0/accumulate = accumulate(%stage0/replica0/mb0/backward:1, %stage0/replica0/mb0/backward:2)
-        | {first=True, micro_batch=0, replica=0, stage=0, variables=['w', 'v']}
+        | {place, first=True, variables=['w', 'v']}
         %stage0/replica0/mb1/accumulate = accumulate(%stage0/replica0/mb1/weights:0, %stage0/replica0/mb1/weights:1)
-        | {first=False, micro_batch=1, replica=0, stage=0, variables=['w', 'v']}
+        | {place, first=False, variables=['w', 'v']}
         | ^%stage0/replica0/mb0/accumulate 'accumulate: micro-batch 1 after 0'
         %stage0/replica0/mb2/accumulate = accumulate(%stage0/replica0/mb2/backward:1, %stage0/replica0/mb2/backward:2)
-        | {first=False, micro_batch=2, replica=0, stage=0, variables=['w', 'v']}
+        | {place, first=False, variables=['w', 'v']}
         | ^%stage0/replica0/mb1/accumulate 'accumulate: micro-batch 2 after 1'
-        %stage0/replica0/gradients = gradients() {replica=0, stage=0, variables=['w', 'v']} -> (float32[4], float32[2])
+        %stage0/replica0/gradients = gradients() {place, variables=['w', 'v']} -> (float32[4], float32[2])
         | ^%stage0/replica0/mb2/accumulate 'accumulate: all micro-batches are summed'
         """,
     )
@@ -83,7 +80,7 @@ def test_the_gradients_of_one_micro_batch_are_passed_on() -> None:
         before
         + """
         %stage0/replica0/gradients = gradients(%stage0/replica0/mb0/backward:1, %stage0/replica0/mb0/backward:2)
-        | {replica=0, stage=0, variables=['w', 'v']} -> (float32[4], float32[2])
+        | {place, variables=['w', 'v']} -> (float32[4], float32[2])
         """,
     )
 

@@ -16,21 +16,16 @@ from tests.graph_passes.whole import Kind, whole_graph
 
 BACKWARD = """
     function stage1/backward
-    takes gradient float32[?,4] 'h'
-    takes variable resource[] 'w'
-    gives gradient float32[?,4] 'x'
-    gives variable float32[4] 'w'
-    gives variable float32[2] 'v'
-    gives slices float32[?,4] 'e'
-      graph stage1/backward
-      inputs %dh %w
-      %dh = gradient() {port='h'} -> (float32[?,4])
-      %w = variable() {port='w'} -> (resource[])
+    takes gradient float32[?,4] 'h' as %dh
+    takes variable resource[] 'w' as %w
+    gives gradient float32[?,4] 'x' from %dx:0
+    gives variable float32[4] 'w' from %dw:0
+    gives variable float32[2] 'v' from %dv:0
+    gives slices float32[?,4] 'e' from %dh:0
       %r = ReadVariableOp(%w:0) -> (float32[4]) !read
       %dx = Mul(%dh:0, %r:0) -> (float32[?,4])
       %dw = Sum(%dh:0) -> (float32[4])
       %dv = Sum(%dx:0) -> (float32[2])
-      outputs %dx:0 %dw:0 %dv:0 %dh:0
       end
 """
 
@@ -60,23 +55,20 @@ ADDING = """
 
 CALLS = """
     %a = forward() {micro_batch=0, replica=0, stage=0} -> (float32[?,4])
-    %stage1/replica0/mbM/backward = backward(%a:0) {function='stage1/backward', micro_batch=M, replica=0, stage=1}
-    | -> (float32[?,4], float32[4], float32[2], float32[?,4])
+    %stage1/replica0/mbM/backward = backward(%a:0) {call} -> (float32[?,4], float32[4], float32[2], float32[?,4])
 """
 SECOND = """
-    %stage1/replica0/mb1/backward = backward(%a:0) {function='stage1/backward', micro_batch=1, replica=0, stage=1}
-    | -> (float32[?,4], float32[4], float32[2], float32[?,4])
+    %stage1/replica0/mb1/backward = backward(%a:0) {call} -> (float32[?,4], float32[4], float32[2], float32[?,4])
     | ^%stage1/replica0/mb0/backward 'order' ^%stage1/replica0/mb0/accumulate 'order, whose gradients are added up'
 """
 SUMS = """
     %stage1/replica0/mb0/accumulate = accumulate(%stage1/replica0/mb0/backward:1, %stage1/replica0/mb0/backward:2)
-    | {first=True, micro_batch=0, replica=0, stage=1, variables=['w', 'v']}
+    | {place, first=True, variables=['w', 'v']}
     %stage1/replica0/mb1/accumulate = accumulate(%stage1/replica0/mb1/backward:1, %stage1/replica0/mb1/backward:2)
-    | {first=False, micro_batch=1, replica=0, stage=1, variables=['w', 'v']}
-    | ^%stage1/replica0/mb0/accumulate 'accumulate: micro-batch 1 after 0'
+    | {place, first=False, variables=['w', 'v']} ^%stage1/replica0/mb0/accumulate 'accumulate: micro-batch 1 after 0'
 """
 END = """
-    %stage1/replica0/gradients = gradients() {replica=0, stage=1, variables=['w', 'v']} -> (float32[4], float32[2])
+    %stage1/replica0/gradients = gradients() {place, variables=['w', 'v']} -> (float32[4], float32[2])
     | ^%stage1/replica0/mb1/accumulate 'accumulate: all micro-batches are summed'
     %rows = gather_slices(%stage1/replica0/mb0/backward:3, %stage1/replica0/mb1/backward:3) -> (float32[?,4])
 """
@@ -85,12 +77,12 @@ BEFORE += "    %stage1/replica0/mb1" + SUMS.split("%stage1/replica0/mb1", 1)[1] 
 
 AFTER = """
     %a = forward() {micro_batch=0, replica=0, stage=0} -> (float32[?,4])
-    %stage1/replica0/clear_sums = clear_sums() {replica=0, stage=1, variables=['w', 'v']}
-    %stage1/replica0/mb0/backward = backward(%a:0) {function='stage1/backward', micro_batch=0, replica=0, stage=1}
-    | -> (float32[?,4], float32[?,4]) ^%stage1/replica0/clear_sums 'sum: it is cleared before'
-    %stage1/replica0/mb1/backward = backward(%a:0) {function='stage1/backward', micro_batch=1, replica=0, stage=1}
-    | -> (float32[?,4], float32[?,4]) ^%stage1/replica0/mb0/backward 'order'
-    %stage1/replica0/gradients = gradients() {replica=0, stage=1, variables=['w', 'v']} -> (float32[4], float32[2])
+    %stage1/replica0/clear_sums = clear_sums() {place, variables=['w', 'v']}
+    %stage1/replica0/mb0/backward = backward(%a:0) {call} -> (float32[?,4], float32[?,4])
+    | ^%stage1/replica0/clear_sums 'sum: it is cleared before'
+    %stage1/replica0/mb1/backward = backward(%a:0) {call} -> (float32[?,4], float32[?,4])
+    | ^%stage1/replica0/mb0/backward 'order'
+    %stage1/replica0/gradients = gradients() {place, variables=['w', 'v']} -> (float32[4], float32[2])
     | ^%stage1/replica0/mb1/backward 'accumulate: all micro-batches are summed'
     %rows = gather_slices(%stage1/replica0/mb0/backward:1, %stage1/replica0/mb1/backward:1) -> (float32[?,4])
 """
@@ -119,7 +111,7 @@ def test_a_stage_that_runs_backwards_in_another_order_keeps_its_sums() -> None:
 
 def test_sums_in_buckets_stay() -> None:
     """The last call gives its gradients one by one, so that AllReduce can start."""
-    before = calls(BEFORE.replace("{first=", "{bucket=0, first="), *functions_of(BACKWARD))
+    before = calls(BEFORE.replace(", first=", ", bucket=0, first="), *functions_of(BACKWARD))
     assert two()(before) == before.sorted()
 
 

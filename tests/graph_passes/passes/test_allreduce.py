@@ -16,9 +16,9 @@ SUMS = """
     %stage0/replica0/mb0/forward = forward() {replica=0, stage=0}
     %stage0/replica1/mb0/forward = forward() {replica=1, stage=0}
     %stage1/replica0/mb0/forward = forward() {replica=0, stage=1}
-    %stage0/replica0/gradients = gradients() {replica=0, stage=0, variables=['u', 'table']} -> (float32[4], float32[9])
-    %stage0/replica1/gradients = gradients() {replica=1, stage=0, variables=['u', 'table']} -> (float32[4], float32[9])
-    %stage1/replica0/gradients = gradients() {replica=0, stage=1, variables=['table', 'w']} -> (float32[9], float32[4])
+    %stage0/replica0/gradients = gradients() {place, variables=['u', 'table']} -> (float32[4], float32[9])
+    %stage0/replica1/gradients = gradients() {place, variables=['u', 'table']} -> (float32[4], float32[9])
+    %stage1/replica0/gradients = gradients() {place, variables=['table', 'w']} -> (float32[9], float32[4])
 """
 
 
@@ -28,14 +28,14 @@ def test_replicas_are_reduced_and_a_tied_variable_is_summed_at_its_owner() -> No
         SUMS
         + """
         %stage0/allreduce = allreduce(%stage0/replica0/gradients:0, %stage0/replica0/gradients:1,
-        | %stage0/replica1/gradients:0, %stage0/replica1/gradients:1)
-        | {replica=0, replicas=2, stage=0, variables=['u', 'table']} -> (float32[4], float32[9])
-        %stage0/tied_sum_0 = tied_sum(%stage0/allreduce:1, %stage1/replica0/gradients:0)
-        | {replica=0, stage=0, variable='table'} -> (float32[9])
+        | %stage0/replica1/gradients:0, %stage0/replica1/gradients:1) {place, replicas=2, variables=['u', 'table']}
+        | -> (float32[4], float32[9])
+        %stage0/tied_sum_0 = tied_sum(%stage0/allreduce:1, %stage1/replica0/gradients:0) {place, variable='table'}
+        | -> (float32[9])
         %stage0/reduced_gradients = reduced_gradients(%stage0/tied_sum_0:0, %stage0/allreduce:0)
-        | {replica=0, stage=0, variables=['table', 'u']} -> (float32[9], float32[4])
-        %stage1/reduced_gradients = reduced_gradients(%stage1/replica0/gradients:1)
-        | {replica=0, stage=1, variables=['w']} -> (float32[4])
+        | {place, variables=['table', 'u']} -> (float32[9], float32[4])
+        %stage1/reduced_gradients = reduced_gradients(%stage1/replica0/gradients:1) {place, variables=['w']}
+        | -> (float32[4])
         """,
     )
 
@@ -46,17 +46,16 @@ def test_where_the_update_is_sharded_a_gradient_is_summed_on_the_replica_that_up
         SUMS
         + """
         %stage0/replica0/reduce = reduce(%stage0/replica0/gradients:1, %stage0/replica1/gradients:1)
-        | {replica=0, stage=0, variables=['table']} -> (float32[9])
+        | {place, variables=['table']} -> (float32[9])
         %stage0/replica1/reduce = reduce(%stage0/replica0/gradients:0, %stage0/replica1/gradients:0)
-        | {replica=1, stage=0, variables=['u']} -> (float32[4])
+        | {place, variables=['u']} -> (float32[4])
         %stage0/tied_sum_0 = tied_sum(%stage0/replica0/reduce:0, %stage1/replica0/gradients:0)
-        | {replica=0, stage=0, variable='table'} -> (float32[9])
-        %stage0/reduced_gradients = reduced_gradients(%stage0/tied_sum_0:0)
-        | {replica=0, stage=0, variables=['table']} -> (float32[9])
-        %stage0/replica1/reduced_gradients = reduced_gradients(%stage0/replica1/reduce:0)
-        | {replica=1, stage=0, variables=['u']} -> (float32[4])
-        %stage1/reduced_gradients = reduced_gradients(%stage1/replica0/gradients:1)
-        | {replica=0, stage=1, variables=['w']} -> (float32[4])
+        | {place, variable='table'} -> (float32[9])
+        %stage0/reduced_gradients = reduced_gradients(%stage0/tied_sum_0:0) {place, variables=['table']} -> (float32[9])
+        %stage0/replica1/reduced_gradients = reduced_gradients(%stage0/replica1/reduce:0) {place, variables=['u']}
+        | -> (float32[4])
+        %stage1/reduced_gradients = reduced_gradients(%stage1/replica0/gradients:1) {place, variables=['w']}
+        | -> (float32[4])
         """,
     )
 
@@ -71,14 +70,14 @@ def test_one_replica_needs_no_allreduce_and_a_stage_without_gradients_has_none()
     before = """
         %stage0/replica0/mb0/forward = forward() {replica=0, stage=0}
         %stage1/replica0/mb0/forward = forward() {replica=0, stage=1}
-        %stage1/replica0/gradients = gradients() {replica=0, stage=1, variables=['w']} -> (float32[4])
+        %stage1/replica0/gradients = gradients() {place, variables=['w']} -> (float32[4])
     """
     assert_graph(
         AllReduce()(calls(before, *functions)),
         before
         + """
-        %stage1/reduced_gradients = reduced_gradients(%stage1/replica0/gradients:0)
-        | {replica=0, stage=1, variables=['w']} -> (float32[4])
+        %stage1/reduced_gradients = reduced_gradients(%stage1/replica0/gradients:0) {place, variables=['w']}
+        | -> (float32[4])
         """,
     )
 
@@ -93,13 +92,13 @@ def test_a_gradient_found_only_in_another_stage_is_sent_to_the_owner() -> None:
     before = """
         %stage0/replica0/mb0/forward = forward() {replica=0, stage=0}
         %stage1/replica0/mb0/forward = forward() {replica=0, stage=1}
-        %stage1/replica0/gradients = gradients() {replica=0, stage=1, variables=['table']} -> (float32[4])
+        %stage1/replica0/gradients = gradients() {place, variables=['table']} -> (float32[4])
     """
     assert_graph(
         AllReduce()(calls(before, *functions)),
         before
         + """
-        %stage0/reduced_gradients = reduced_gradients(%stage1/replica0/gradients:0)
-        | {replica=0, stage=0, variables=['table']} -> (float32[4])
+        %stage0/reduced_gradients = reduced_gradients(%stage1/replica0/gradients:0) {place, variables=['table']}
+        | -> (float32[4])
         """,
     )

@@ -10,9 +10,8 @@ from tests.graph_passes.builders import assert_graph, calls, function, refused
 
 GRADIENTS = """
     %loss = merge() -> (float32[])
-    %stage0/reduced_gradients = reduced_gradients() {replica=0, stage=0, variables=['u', 'w']}
-    | -> (float32[4], float32[2])
-    %stage1/reduced_gradients = reduced_gradients() {replica=0, stage=1, variables=['v']} -> (float32[4])
+    %stage0/reduced_gradients = reduced_gradients() {place, variables=['u', 'w']} -> (float32[4], float32[2])
+    %stage1/reduced_gradients = reduced_gradients() {place, variables=['v']} -> (float32[4])
     outputs %loss:0
 """
 
@@ -48,10 +47,9 @@ def test_each_stage_updates_its_variables_after_the_barrier() -> None:
         {GRADIENTS}
         {BARRIER}
         {BEGIN}
-        %stage0/update = update(%stage0/reduced_gradients:1, %stage0/reduced_gradients:0)
-        | {{function='stage0/update', replica=0, stage=0}}
+        %stage0/update = update(%stage0/reduced_gradients:1, %stage0/reduced_gradients:0) {{call}}
         | ^%update/begin 'barrier: nothing is half-updated by a failure'
-        %stage1/update = update(%stage1/reduced_gradients:0) {{function='stage1/update', replica=0, stage=1}}
+        %stage1/update = update(%stage1/reduced_gradients:0) {{call}}
         | ^%update/begin 'barrier: nothing is half-updated by a failure'
         %update/done = set_updating() {{updating=False}}
         | ^%stage0/update 'the optimizer steps once, after all updates'
@@ -89,19 +87,18 @@ def test_gradients_are_clipped_by_their_norm_over_all_stages() -> None:
         f"""
         {GRADIENTS}
         {BARRIER}
-        %stage0/square_norm = square_norm(%stage0/reduced_gradients:0, %stage0/reduced_gradients:1)
-        | {{replica=0, stage=0}} -> (float64[])
-        %stage1/square_norm = square_norm(%stage1/reduced_gradients:0) {{replica=0, stage=1}} -> (float64[])
+        %stage0/square_norm = square_norm(%stage0/reduced_gradients:0, %stage0/reduced_gradients:1) {{place}}
+        | -> (float64[])
+        %stage1/square_norm = square_norm(%stage1/reduced_gradients:0) {{place}} -> (float64[])
         %update/global_norm = global_norm(%stage0/square_norm:0, %stage1/square_norm:0) -> (float64[])
         %stage0/clip = clip(%update/global_norm:0, %stage0/reduced_gradients:0, %stage0/reduced_gradients:1)
-        | {{limit=real(1.5), replica=0, stage=0}} -> (float32[4], float32[2])
-        %stage1/clip = clip(%update/global_norm:0, %stage1/reduced_gradients:0) {{limit=real(1.5), replica=0, stage=1}}
+        | {{place, limit=real(1.5)}} -> (float32[4], float32[2])
+        %stage1/clip = clip(%update/global_norm:0, %stage1/reduced_gradients:0) {{place, limit=real(1.5)}}
         | -> (float32[4])
         {BEGIN}
-        %stage0/update = update(%stage0/clip:1, %stage0/clip:0) {{function='stage0/update', replica=0, stage=0}}
+        %stage0/update = update(%stage0/clip:1, %stage0/clip:0) {{call}}
         | ^%update/begin 'barrier: nothing is half-updated by a failure'
-        %stage1/update = update(%stage1/clip:0) {{function='stage1/update', replica=0, stage=1}}
-        | ^%update/begin 'barrier: nothing is half-updated by a failure'
+        %stage1/update = update(%stage1/clip:0) {{call}} ^%update/begin 'barrier: nothing is half-updated by a failure'
         %update/done = set_updating() {{updating=False}}
         | ^%stage0/update 'the optimizer steps once, after all updates'
         | ^%stage1/update 'the optimizer steps once, after all updates'
@@ -147,8 +144,8 @@ def test_a_step_without_updates_still_ends() -> None:
 
 
 SLICES = """
-    %stage1/gather_slices/table = gather_slices()
-    | {pieces=[1], replica=0, rows=9, stage=1, uses=['concat'], variable='table'} -> (float32[_,4], int64[_])
+    %stage1/gather_slices/table = gather_slices() {place, pieces=[1], rows=9, uses=['concat'], variable='table'}
+    | -> (float32[_,4], int64[_])
 """
 SPARSE = GRADIENTS.replace("    outputs", SLICES + "    outputs")
 SPARSE_BARRIER = BARRIER.replace(
@@ -167,8 +164,7 @@ def test_an_update_takes_slices_and_their_indices() -> None:
         {SPARSE_BARRIER}
         {BEGIN}
         %stage1/update = update(%stage1/reduced_gradients:0, %stage1/gather_slices/table:0,
-        | %stage1/gather_slices/table:1) {{function='stage1/update', replica=0, stage=1}}
-        | ^%update/begin 'barrier: nothing is half-updated by a failure'
+        | %stage1/gather_slices/table:1) {{call}} ^%update/begin 'barrier: nothing is half-updated by a failure'
         %update/done = set_updating() {{updating=False}}
         | ^%stage1/update 'the optimizer steps once, after all updates'
         """,
@@ -184,18 +180,17 @@ def test_the_global_norm_is_that_of_slices_as_they_are_and_what_is_clipped_is_de
         f"""
         {SPARSE}
         {SPARSE_BARRIER}
-        %stage0/square_norm = square_norm(%stage0/reduced_gradients:0, %stage0/reduced_gradients:1)
-        | {{replica=0, stage=0}} -> (float64[])
-        %stage1/square_norm = square_norm(%stage1/reduced_gradients:0, %stage1/gather_slices/table:0)
-        | {{replica=0, stage=1}} -> (float64[])
+        %stage0/square_norm = square_norm(%stage0/reduced_gradients:0, %stage0/reduced_gradients:1) {{place}}
+        | -> (float64[])
+        %stage1/square_norm = square_norm(%stage1/reduced_gradients:0, %stage1/gather_slices/table:0) {{place}}
+        | -> (float64[])
         %update/global_norm = global_norm(%stage0/square_norm:0, %stage1/square_norm:0) -> (float64[])
         %stage0/clip = clip(%update/global_norm:0, %stage0/reduced_gradients:0, %stage0/reduced_gradients:1)
-        | {{limit=real(1.5), replica=0, stage=0}} -> (float32[4], float32[2])
+        | {{place, limit=real(1.5)}} -> (float32[4], float32[2])
         %stage1/clip = clip(%update/global_norm:0, %stage1/reduced_gradients:0, %stage1/gather_slices/table:0,
-        | %stage1/gather_slices/table:1) {{limit=real(1.5), replica=0, slices=1, stage=1}}
-        | -> (float32[4], float32[9,4])
+        | %stage1/gather_slices/table:1) {{place, limit=real(1.5), slices=1}} -> (float32[4], float32[9,4])
         {BEGIN}
-        %stage1/update = update(%stage1/clip:0, %stage1/clip:1) {{function='stage1/update', replica=0, stage=1}}
+        %stage1/update = update(%stage1/clip:0, %stage1/clip:1) {{call}}
         | ^%update/begin 'barrier: nothing is half-updated by a failure'
         %update/done = set_updating() {{updating=False}}
         | ^%stage1/update 'the optimizer steps once, after all updates'

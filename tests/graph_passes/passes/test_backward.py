@@ -83,65 +83,42 @@ def test_two_stages() -> None:
         result,
         """
         function stage0/forward
-        takes arg float32[?,4] 'x'
-        takes variable resource[] 'w'
-        gives boundary float32[?,4] '%a:0'
-        gives stash float32[?,4] '%a:0'
-          graph stage0/forward
-          inputs %arg/1 %variable/0
-          %arg/1 = arg() {port='x'} -> (float32[?,4])
-          %variable/0 = variable() {port='w'} -> (resource[])
+        takes arg float32[?,4] 'x' as %arg/1
+        takes variable resource[] 'w' as %variable/0
+        gives boundary float32[?,4] '%a:0' from %a:0
+        gives stash float32[?,4] '%a:0' from %a:0
           %r = ReadVariableOp(%variable/0:0) -> (float32[4,4]) !read
           %h = MatMul(%arg/1:0, %r:0) -> (float32[?,4])
           %a = Tanh(%h:0) -> (float32[?,4])
-          outputs %a:0 %a:0
           end
         function stage0/backward
-        takes arg float32[?,4] 'x'
-        takes gradient float32[?,4] '%a:0'
-        takes stash float32[?,4] '%a:0'
-        gives variable float32[4,4] 'w'
-          graph stage0/backward
-          inputs %arg/2 %gradient/1 %stash/0
-          %arg/2 = arg() {port='x'} -> (float32[?,4])
-          %gradient/1 = gradient() {port='%a:0'} -> (float32[?,4])
-          %stash/0 = stash() {port='%a:0'} -> (float32[?,4])
+        takes arg float32[?,4] 'x' as %arg/2
+        takes gradient float32[?,4] '%a:0' as %gradient/1
+        takes stash float32[?,4] '%a:0' as %stash/0
+        gives variable float32[4,4] 'w' from %dr:0
           %dh = TanhGrad(%stash/0:0, %gradient/1:0) -> (float32[?,4])
           %dr = MatMul(%arg/2:0, %dh:0) {transpose_a=True} -> (float32[4,4])
-          outputs %dr:0
           end
         function stage1/forward
-        takes boundary float32[?,4] '%a:0'
-        takes variable resource[] 'v'
-        gives loss float32[] 'loss'
-        gives stash float32[?,1] '%y:0'
-          graph stage1/forward
-          inputs %boundary/1 %variable/0
-          %boundary/1 = boundary() {port='%a:0'} -> (float32[?,4])
-          %variable/0 = variable() {port='v'} -> (resource[])
+        takes boundary float32[?,4] '%a:0' as %boundary/1
+        takes variable resource[] 'v' as %variable/0
+        gives loss float32[] 'loss' from %loss:0
+        gives stash float32[?,1] '%y:0' from %y:0
           %s = ReadVariableOp(%variable/0:0) -> (float32[4,1]) !read
           %y = MatMul(%boundary/1:0, %s:0) -> (float32[?,1])
           %loss = Mean(%y:0) -> (float32[])
-          outputs %loss:0 %y:0
           end
         function stage1/backward
-        takes boundary float32[?,4] '%a:0'
-        takes seed float32[] 'loss'
-        takes stash float32[?,1] '%y:0'
-        takes variable resource[] 'v'
-        gives gradient float32[?,4] '%a:0'
-        gives variable float32[4,1] 'v'
-          graph stage1/backward
-          inputs %boundary/3 %seed/1 %stash/2 %variable/0
-          %boundary/3 = boundary() {port='%a:0'} -> (float32[?,4])
-          %seed/1 = seed() {port='loss'} -> (float32[])
-          %stash/2 = stash() {port='%y:0'} -> (float32[?,1])
-          %variable/0 = variable() {port='v'} -> (resource[])
+        takes boundary float32[?,4] '%a:0' as %boundary/3
+        takes seed float32[] 'loss' as %seed/1
+        takes stash float32[?,1] '%y:0' as %stash/2
+        takes variable resource[] 'v' as %variable/0
+        gives gradient float32[?,4] '%a:0' from %da:0
+        gives variable float32[4,1] 'v' from %ds:0
           %s = ReadVariableOp(%variable/0:0) -> (float32[4,1]) !read
           %dy = MeanGrad(%seed/1:0, %stash/2:0) -> (float32[?,1])
           %da = MatMul(%dy:0, %s:0) {transpose_b=True} -> (float32[?,4])
           %ds = MatMul(%boundary/3:0, %dy:0) {transpose_a=True} -> (float32[4,1])
-          outputs %da:0 %ds:0
           end
         """,
     )
@@ -163,14 +140,10 @@ def test_a_tensor_for_a_later_stage_enters_and_leaves_the_stages_between() -> No
         [middle],
         """
         function stage1/forward
-        takes boundary float32[?,4] '%a:0'
-        gives boundary float32[?,4] '%a:0'
-        gives boundary float32[?,4] '%b:0'
-          graph stage1/forward
-          inputs %boundary/0
-          %boundary/0 = boundary() {port='%a:0'} -> (float32[?,4])
+        takes boundary float32[?,4] '%a:0' as %boundary/0
+        gives boundary float32[?,4] '%a:0' from %boundary/0:0
+        gives boundary float32[?,4] '%b:0' from %b:0
           %b = Exp(%boundary/0:0) -> (float32[?,4])
-          outputs %boundary/0:0 %b:0
           end
         """,
     )
@@ -188,18 +161,12 @@ def test_the_gradient_of_such_a_tensor_enters_and_leaves_them_too() -> None:
         [middle],
         """
         function stage1/backward
-        takes gradient float32[?,4] '%b:0'
-        takes gradient float32[?,4] '%a:0'
-        takes stash float32[?,4] '%b:0'
-        gives gradient float32[?,4] '%a:0'
-          graph stage1/backward
-          inputs %gradient/0 %gradient/2 %stash/1
-          %gradient/0 = gradient() {port='%b:0'} -> (float32[?,4])
-          %gradient/2 = gradient() {port='%a:0'} -> (float32[?,4])
-          %stash/1 = stash() {port='%b:0'} -> (float32[?,4])
+        takes gradient float32[?,4] '%b:0' as %gradient/0
+        takes gradient float32[?,4] '%a:0' as %gradient/2
+        takes stash float32[?,4] '%b:0' as %stash/1
+        gives gradient float32[?,4] '%a:0' from %da:0
           %db = Mul(%gradient/0:0, %stash/1:0) -> (float32[?,4])
           %da = AddN(%gradient/2:0, %db:0) -> (float32[?,4])
-          outputs %da:0
           end
         """,
     )
@@ -223,27 +190,18 @@ def test_shapes_that_gradients_need_are_computed_in_forward_so_no_activation_is_
         [first, second],
         """
         function stage0/forward
-        takes arg float32[?,4] 'x'
-        gives loss float32[] 'loss'
-        gives stash int32[2] '%hshape:0'
-          graph stage0/forward
-          inputs %arg/0
-          %arg/0 = arg() {port='x'} -> (float32[?,4])
+        takes arg float32[?,4] 'x' as %arg/0
+        gives loss float32[] 'loss' from %y:0
+        gives stash int32[2] '%hshape:0' from %hshape:0
           %h = Exp(%arg/0:0) -> (float32[?,4])
           %y = Sum(%h:0) -> (float32[])
           %hshape = Shape(%h:0) -> (int32[2])
-          outputs %y:0 %hshape:0
           end
         function stage0/backward
-        takes seed float32[] 'loss'
-        takes stash int32[2] '%hshape:0'
-        gives variable float32[?,4] 'w'
-          graph stage0/backward
-          inputs %seed/1 %stash/0
-          %seed/1 = seed() {port='loss'} -> (float32[])
-          %stash/0 = stash() {port='%hshape:0'} -> (int32[2])
+        takes seed float32[] 'loss' as %seed/1
+        takes stash int32[2] '%hshape:0' as %stash/0
+        gives variable float32[?,4] 'w' from %dh:0
           %dh = Fill(%stash/0:0, %seed/1:0) -> (float32[?,4])
-          outputs %dh:0
           end
         """,
     )
@@ -264,25 +222,17 @@ def test_the_stage_that_computes_an_aux_output_returns_it_and_captures_are_no_po
         [first, last],
         """
         function stage0/forward
-        takes arg float32[?,4] 'x'
-        gives boundary float32[?,4] '%a:0'
-        gives aux float32[] '0'
-          graph stage0/forward
-          inputs %arg/0
-          %arg/0 = arg() {port='x'} -> (float32[?,4])
+        takes arg float32[?,4] 'x' as %arg/0
+        gives boundary float32[?,4] '%a:0' from %a:0
+        gives aux float32[] '0' from %n:0
           %k = capture() -> (float32[])
           %a = Mul(%arg/0:0, %k:0) -> (float32[?,4])
           %n = Sum(%a:0) -> (float32[])
-          outputs %a:0 %n:0
           end
         function stage1/forward
-        takes boundary float32[?,4] '%a:0'
-        gives loss float32[] 'loss'
-          graph stage1/forward
-          inputs %boundary/0
-          %boundary/0 = boundary() {port='%a:0'} -> (float32[?,4])
+        takes boundary float32[?,4] '%a:0' as %boundary/0
+        gives loss float32[] 'loss' from %loss:0
           %loss = Mean(%boundary/0:0) -> (float32[])
-          outputs %loss:0
           end
         """,
     )

@@ -43,24 +43,22 @@ def test_all_forwards_then_the_loss_head_then_all_backwards() -> None:
         f"""
         {X}
         %batch/size = batch_size(%x:0) -> (int64[])
-        %stage0/replica0/mb0/slice = slice(%batch/size:0, %x:0)
-        | {{micro_batch=0, micro_batches=2, replica=0, replicas=1, stage=0}} -> (float64[], float32[?,4])
-        %stage0/replica0/mb0/forward = forward(%stage0/replica0/mb0/slice:1)
-        | {{function='stage0/forward', micro_batch=0, replica=0, stage=0}} -> (float32[?,4], float32[?,4])
-        %stage0/replica0/mb1/slice = slice(%batch/size:0, %x:0)
-        | {{micro_batch=1, micro_batches=2, replica=0, replicas=1, stage=0}} -> (float64[], float32[?,4])
-        %stage0/replica0/mb1/forward = forward(%stage0/replica0/mb1/slice:1)
-        | {{function='stage0/forward', micro_batch=1, replica=0, stage=0}} -> (float32[?,4], float32[?,4])
+        %stage0/replica0/mb0/slice = slice(%batch/size:0, %x:0) {{place, micro_batches=2, replicas=1}}
+        | -> (float64[], float32[?,4])
+        %stage0/replica0/mb0/forward = forward(%stage0/replica0/mb0/slice:1) {{call}} -> (float32[?,4], float32[?,4])
+        %stage0/replica0/mb1/slice = slice(%batch/size:0, %x:0) {{place, micro_batches=2, replicas=1}}
+        | -> (float64[], float32[?,4])
+        %stage0/replica0/mb1/forward = forward(%stage0/replica0/mb1/slice:1) {{call}} -> (float32[?,4], float32[?,4])
         %stage0/replica0/gather_rows = gather_rows(%stage0/replica0/mb0/forward:0, %stage0/replica0/mb1/forward:0)
-        | {{axes=[0], outer=[2], pieces=2, replica=0, stage=0}} -> (float32[?,4], int64[2])
-        %stage0/replica0/loss_head = loss_head(%stage0/replica0/gather_rows:0)
-        | {{function='stage0/loss_head', replica=0, stage=0}} -> (float32[], float32[?,4], float32[4], float32[4])
+        | {{place, axes=[0], outer=[2], pieces=2}} -> (float32[?,4], int64[2])
+        %stage0/replica0/loss_head = loss_head(%stage0/replica0/gather_rows:0) {{call}}
+        | -> (float32[], float32[?,4], float32[4], float32[4])
         %stage0/replica0/cut_rows = cut_rows(%stage0/replica0/loss_head:1, %stage0/replica0/gather_rows:1)
-        | {{axes=[0], outer=[2], pieces=2, replica=0, stage=0}} -> (float32[?,4], float32[?,4])
+        | {{place, axes=[0], outer=[2], pieces=2}} -> (float32[?,4], float32[?,4])
         %stage0/replica0/mb0/backward = backward(%stage0/replica0/cut_rows:0, %stage0/replica0/mb0/forward:1)
-        | {{function='stage0/backward', micro_batch=0, replica=0, stage=0}} -> (float32[4])
+        | {{call}} -> (float32[4])
         %stage0/replica0/mb1/backward = backward(%stage0/replica0/cut_rows:1, %stage0/replica0/mb1/forward:1)
-        | {{function='stage0/backward', micro_batch=1, replica=0, stage=0}} -> (float32[4])
+        | {{call}} -> (float32[4])
         %loss = merge(%stage0/replica0/loss_head:0) {{kind='first'}} -> (float32[])
         outputs %loss:0
         """,

@@ -15,20 +15,12 @@ from tests.graph_passes.builders import functions_of
 
 MOMENTUM = """
     function stage0/update
-    takes gradient float32[4] 'w'
-    takes gradient float32[4] 'v'
-    takes variable resource[] 'w'
-    takes variable resource[] 'v'
-    takes variable resource[] 'm'
-    takes variable resource[] 'rate'
-      graph stage0/update
-      inputs %gw %gv %w %v %m %rate
-      %gw = gradient() {port='w'} -> (float32[4])
-      %gv = gradient() {port='v'} -> (float32[4])
-      %w = variable() {port='w'} -> (resource[])
-      %v = variable() {port='v'} -> (resource[])
-      %m = variable() {port='m'} -> (resource[])
-      %rate = variable() {port='rate'} -> (resource[])
+    takes gradient float32[4] 'w' as %gw
+    takes gradient float32[4] 'v' as %gv
+    takes variable resource[] 'w' as %w
+    takes variable resource[] 'v' as %v
+    takes variable resource[] 'm' as %m
+    takes variable resource[] 'rate' as %rate
       %half = Const() -> (float32[])
       %r = ReadVariableOp(%rate:0) -> (float32[]) !read
       %um = AssignAddVariableOp(%m:0, %gw:0) {writes=['m']} !write

@@ -81,36 +81,25 @@ def test_replicas_exchange_partial_statistics_and_compute_those_of_the_batch_fro
     assert [f for f in result.functions if f.name != "stage0/forward"] == list(
         functions_of("""
     function stage0/run_once
-    takes once float32[] '%sum:0'
-    takes once float32[] '%most:0'
-    takes variable resource[] 'seed'
-    gives once float32[] '%count:0'
-    gives once int64[] '%draw:0'
-      graph stage0/run_once
-      inputs %once/0 %once/1 %variable/2
-      %once/0 = once() {port='%sum:0'} -> (float32[])
-      %once/1 = once() {port='%most:0'} -> (float32[])
-      %variable/2 = variable() {port='seed'} -> (resource[])
+    takes once float32[] '%sum:0' as %once/0
+    takes once float32[] '%most:0' as %once/1
+    takes variable resource[] 'seed' as %variable/2
+    gives once float32[] '%count:0' from %count:0
+    gives once int64[] '%draw:0' from %draw:0
       %count = Div(%once/0:0, %once/1:0) -> (float32[])
       %draw = ReadVariableOp(%variable/2:0) -> (int64[]) !read
       %next = Add(%draw:0) -> (int64[])
       %write = AssignVariableOp(%variable/2:0, %next:0) {writes=['seed']} !write
-      outputs %count:0 %draw:0
       end
     function stage0/partials
-    takes arg float32[?,4] 'mask'
-    takes variable resource[] 'v'
-    gives once float32[] '%sum:0'
-    gives once float32[] '%most:0'
-      graph stage0/partials
-      inputs %arg/1 %variable/0
-      %arg/1 = arg() {port='mask'} -> (float32[?,4])
-      %variable/0 = variable() {port='v'} -> (resource[])
+    takes arg float32[?,4] 'mask' as %arg/1
+    takes variable resource[] 'v' as %variable/0
+    gives once float32[] '%sum:0' from %sum:0
+    gives once float32[] '%most:0' from %most:0
       %scale = ReadVariableOp(%variable/0:0) -> (float32[]) !read
       %weighted = Mul(%arg/1:0, %scale:0) -> (float32[?,4])
       %sum = Sum(%weighted:0) {combines='sum'} -> (float32[])
       %most = Max(%arg/1:0) {combines='max'} -> (float32[])
-      outputs %sum:0 %most:0
       end
     """)
     )
@@ -118,9 +107,7 @@ def test_replicas_exchange_partial_statistics_and_compute_those_of_the_batch_fro
 
 
 def test_partial_statistics_wait_for_what_run_once_waits_for() -> None:
-    text = TWO.replace(
-        "replica=0, stage=0} -> (float32[], int64[])", "replica=0, stage=0} -> (float32[], int64[]) ^%x 'a'"
-    )
+    text = TWO.replace("{call} -> (float32[], int64[])", "{call} -> (float32[], int64[]) ^%x 'a'", 1)
     result = CombineStatistics()(calls(text, FORWARD, *functions_of(COUNT)))
     assert [control.source for control in result.node("stage0/replica0/mb0/partials").controls] == ["x"]
 

@@ -20,10 +20,10 @@ TIED = (  # the table of stage 0 is used again in stage 1; stage 0 counts in ``m
 )
 
 FORWARDS = """
-    %stage0/replica0/mb0/forward = forward() {micro_batch=0, replica=0, stage=0}
-    %stage0/replica0/mb1/forward = forward() {micro_batch=1, replica=0, stage=0}
-    %stage1/replica0/mb0/forward = forward() {micro_batch=0, replica=0, stage=1}
-    %stage1/replica0/mb1/forward = forward() {micro_batch=1, replica=0, stage=1}
+    %stage0/replica0/mb0/forward = forward() {place}
+    %stage0/replica0/mb1/forward = forward() {place}
+    %stage1/replica0/mb0/forward = forward() {place}
+    %stage1/replica0/mb1/forward = forward() {place}
 """
 
 
@@ -66,15 +66,15 @@ def test_copies_are_refreshed_before_every_call_whichever_comes_first() -> None:
     assert_graph(
         uncommitted,
         """
-        %stage0/replica0/refresh = refresh() {replica=0, stage=0, variables=['mean']}
-        %stage0/replica0/mb0/forward = forward() {micro_batch=0, replica=0, stage=0}
+        %stage0/replica0/refresh = refresh() {place, variables=['mean']}
+        %stage0/replica0/mb0/forward = forward() {place}
         | ^%stage0/replica0/refresh "refresh: the copies of variables hold this step's values"
-        %stage0/replica0/mb1/forward = forward() {micro_batch=1, replica=0, stage=0}
+        %stage0/replica0/mb1/forward = forward() {place}
         | ^%stage0/replica0/refresh "refresh: the copies of variables hold this step's values"
-        %stage1/replica0/refresh = refresh() {replica=0, stage=1, variables=['table']}
-        %stage1/replica0/mb0/forward = forward() {micro_batch=0, replica=0, stage=1}
+        %stage1/replica0/refresh = refresh() {place, variables=['table']}
+        %stage1/replica0/mb0/forward = forward() {place}
         | ^%stage1/replica0/refresh "refresh: the copies of variables hold this step's values"
-        %stage1/replica0/mb1/forward = forward() {micro_batch=1, replica=0, stage=1}
+        %stage1/replica0/mb1/forward = forward() {place}
         | ^%stage1/replica0/refresh "refresh: the copies of variables hold this step's values"
         """,
     )
@@ -168,8 +168,8 @@ def test_a_variable_that_is_assigned_too_is_not_summed() -> None:
 
 def test_what_runs_once_waits_for_the_copies() -> None:
     text = """
-        %stage0/replica0/run_once = run_once() {replica=0, stage=0}
-        %stage0/replica0/mb0/forward = forward() {micro_batch=0, replica=0, stage=0}
+        %stage0/replica0/run_once = run_once() {place}
+        %stage0/replica0/mb0/forward = forward() {place}
     """
     controls = CopyVariables()(calls(text, *ONCE)).node("stage0/replica0/run_once").controls
     assert [control.source for control in controls] == ["stage0/replica0/refresh"]

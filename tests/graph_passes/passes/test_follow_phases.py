@@ -13,17 +13,15 @@ from tests.graph_passes.builders import assert_graph, calls, function, refused
 VARIABLES = {"v": 1, "w": 2}
 
 CRITIC = """
-    %stage0/replica0/mb0/forward = forward() {function='stage0/forward', micro_batch=0, replica=0, stage=0}
-    | -> (float32[?,4]) @'a'
-    %stage1/replica0/mb0/forward = forward(%stage0/replica0/mb0/forward:0)
-    | {function='stage1/forward', micro_batch=0, replica=0, stage=1} -> (float32[]) @'b'
-    %stage1/replica0/mb0/backward = backward() {function='stage1/backward', micro_batch=0, replica=0, stage=1}
-    | -> (float32[4]) @'b' ^%stage1/replica0/mb0/forward 'order: 1B0 after 1F0'
+    %stage0/replica0/mb0/forward = forward() {call} -> (float32[?,4]) @'a'
+    %stage1/replica0/mb0/forward = forward(%stage0/replica0/mb0/forward:0) {call} -> (float32[]) @'b'
+    %stage1/replica0/mb0/backward = backward() {call} -> (float32[4]) @'b'
+    | ^%stage1/replica0/mb0/forward 'order: 1B0 after 1F0'
     %stage1/accumulate = accumulate(%stage1/replica0/mb0/backward:0)
-    | {first=True, micro_batch=0, replica=0, stage=1, variables=['v']} @'b'
+    | {place, first=True, micro_batch=0, variables=['v']} @'b'
     %update/barrier = barrier() @'home' ^%stage1/accumulate 'barrier: no weight changes before'
     %update/begin = set_updating() {updating=True} @'home' ^%update/barrier 'barrier: from here on'
-    %stage1/update = update() {function='stage1/update', replica=0, stage=1} @'b' ^%update/begin 'barrier: nothing'
+    %stage1/update = update() {call} @'b' ^%update/begin 'barrier: nothing'
 """
 DONE = """
     %update/done = set_updating() {updating=False} @'home' ^%stage1/update 'the optimizer steps once'
@@ -37,18 +35,16 @@ OF_CRITIC = (
 )
 
 GENERATOR = """
-    %stage0/replica0/mb0/forward = forward() {function='stage0/forward', micro_batch=0, replica=0, stage=0}
-    | -> (float32[?,4]) @'a'
-    %stage1/replica0/mb0/forward = forward(%stage0/replica0/mb0/forward:0)
-    | {function='stage1/forward', micro_batch=0, replica=0, stage=1} -> (float32[]) @'b'
+    %stage0/replica0/mb0/forward = forward() {call} -> (float32[?,4]) @'a'
+    %stage1/replica0/mb0/forward = forward(%stage0/replica0/mb0/forward:0) {call} -> (float32[]) @'b'
 """
 LATER = """
-    %stage0/replica0/mb0/backward = backward() {function='stage0/backward', micro_batch=0, replica=0, stage=0}
-    | -> (float32[4]) @'a' ^%stage0/replica0/mb0/forward 'order: 0B0 after 0F0'
+    %stage0/replica0/mb0/backward = backward() {call} -> (float32[4]) @'a'
+    | ^%stage0/replica0/mb0/forward 'order: 0B0 after 0F0'
 """
 END = """
     %update/begin = set_updating() {updating=True} @'home' ^%update/barrier 'barrier: from here on'
-    %stage0/update = update() {function='stage0/update', replica=0, stage=0} @'a' ^%update/begin 'barrier: nothing'
+    %stage0/update = update() {call} @'a' ^%update/begin 'barrier: nothing'
 """
 BARRIER = "%update/barrier = barrier() @'home' ^%stage0/replica0/mb0/backward 'barrier: no weight changes before'"
 OF_GENERATOR = (
@@ -99,7 +95,7 @@ def test_a_phase_waits_for_the_calls_of_each_device_and_for_what_writes_its_vari
 
 def test_no_call_of_a_phase_is_inlined() -> None:
     """An edge to an inlined call does not order its reads of variables."""
-    inlined = LATER.replace("backward', micro", "backward', inline=True, micro")
+    inlined = LATER.replace("backward() {call", "backward() {call, inline=True")
     before = calls(GENERATOR + inlined, *OF_GENERATOR)
     assert before.node("stage0/replica0/mb0/backward").has("inline")
     assert_graph(follow(before, last=False), GENERATOR + LATER)

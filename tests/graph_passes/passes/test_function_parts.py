@@ -11,17 +11,12 @@ from tests.graph_passes.builders import functions_of, graph
 # y = norm(x * w) * w: a constant and a weight on both sides of the join, whose result backward takes too.
 NORM = """
     function stage0/forward
-    takes arg float32[?,4] 'x'
-    takes variable resource[] 'w'
-    takes variable resource[] 'm'
-    gives boundary float32[?,4] '%y:0'
-    gives stash float32[3,4] '%j:0'
-    gives stash float32[] '%one:0'
-      graph stage0/forward
-      inputs %arg/0 %variable/1 %variable/2
-      %arg/0 = arg() {port='x'} -> (float32[?,4])
-      %variable/1 = variable() {port='w'} -> (resource[])
-      %variable/2 = variable() {port='m'} -> (resource[])
+    takes arg float32[?,4] 'x' as %arg/0
+    takes variable resource[] 'w' as %variable/1
+    takes variable resource[] 'm' as %variable/2
+    gives boundary float32[?,4] '%y:0' from %y:0
+    gives stash float32[3,4] '%j:0' from %j:0
+    gives stash float32[] '%one:0' from %one:0
       %one = Const() -> (float32[])
       %r = ReadVariableOp(%variable/1:0) -> (float32[4]) !read
       %old = ReadVariableOp(%variable/2:0) -> (float32[4]) !read
@@ -32,7 +27,6 @@ NORM = """
       %write = AssignVariableOp(%variable/2:0, %new:0) {writes=['m']} !write ^%old 'effect: writes what was read before'
       %b = Sub(%a:0, %j:0) -> (float32[?,4])
       %y = Mul(%b:0, %r:0) -> (float32[?,4])
-      outputs %y:0 %j:0 %one:0
       end
 """
 
@@ -60,46 +54,32 @@ def test_a_part_ends_where_replicas_join_and_repeats_constants_and_reads_of_weig
         parts.functions,
         """
     function stage0/forward/part0
-    takes arg float32[?,4] 'x'
-    takes variable resource[] 'w'
-    takes variable resource[] 'm'
-    gives carry float32[] '%one:0'
-    gives carry float32[4] '%old:0'
-    gives carry float32[?,4] '%a:0'
-    gives carry float32[3,4] '%own:0'
-      graph stage0/forward/part0
-      inputs %arg/2 %variable/0 %variable/1
-      %arg/2 = arg() {port='x'} -> (float32[?,4])
-      %variable/0 = variable() {port='w'} -> (resource[])
-      %variable/1 = variable() {port='m'} -> (resource[])
+    takes arg float32[?,4] 'x' as %arg/2
+    takes variable resource[] 'w' as %variable/0
+    takes variable resource[] 'm' as %variable/1
+    gives carry float32[] '%one:0' from %one:0
+    gives carry float32[4] '%old:0' from %old:0
+    gives carry float32[?,4] '%a:0' from %a:0
+    gives carry float32[3,4] '%own:0' from %own:0
       %one = Const() -> (float32[])
       %r = ReadVariableOp(%variable/0:0) -> (float32[4]) !read
       %old = ReadVariableOp(%variable/1:0) -> (float32[4]) !read
       %a = Mul(%arg/2:0, %r:0) -> (float32[?,4])
       %own = Moments(%a:0, %one:0) -> (float32[3,4])
-      outputs %one:0 %old:0 %a:0 %own:0
       end
     function stage0/forward/part1
-    takes carry float32[4] '%old:0'
-    takes carry float32[3,4] '%j:0'
-    takes carry float32[?,4] '%a:0'
-    takes variable resource[] 'w'
-    takes variable resource[] 'm'
-    gives carry float32[?,4] '%y:0'
-      graph stage0/forward/part1
-      inputs %carry/1 %carry/2 %carry/4 %variable/0 %variable/3
-      %carry/1 = carry() {port='%old:0'} -> (float32[4])
-      %carry/2 = carry() {port='%j:0'} -> (float32[3,4])
-      %carry/4 = carry() {port='%a:0'} -> (float32[?,4])
-      %variable/0 = variable() {port='w'} -> (resource[])
-      %variable/3 = variable() {port='m'} -> (resource[])
+    takes carry float32[4] '%old:0' as %carry/1
+    takes carry float32[3,4] '%j:0' as %carry/2
+    takes carry float32[?,4] '%a:0' as %carry/4
+    takes variable resource[] 'w' as %variable/0
+    takes variable resource[] 'm' as %variable/3
+    gives carry float32[?,4] '%y:0' from %y:0
       %one = Const() -> (float32[])
       %r = ReadVariableOp(%variable/0:0) -> (float32[4]) !read
       %new = Move(%carry/1:0, %carry/2:0, %one:0) -> (float32[4])
       %write = AssignVariableOp(%variable/3:0, %new:0) {writes=['m']} !write
       %b = Sub(%carry/4:0, %carry/2:0) -> (float32[?,4])
       %y = Mul(%b:0, %r:0) -> (float32[?,4])
-      outputs %y:0
       end
     """,
     )
@@ -108,18 +88,14 @@ def test_a_part_ends_where_replicas_join_and_repeats_constants_and_reads_of_weig
 # Two branches join at once; their sum joins again, and nothing in the function waits for that.
 BRANCHES = """
     function stage0/backward
-    takes gradient float32[3,4] 'g'
-    gives variable float32[3,4] 'w'
-      graph stage0/backward
-      inputs %gradient/0
-      %gradient/0 = gradient() {port='g'} -> (float32[3,4])
+    takes gradient float32[3,4] 'g' as %gradient/0
+    gives variable float32[3,4] 'w' from %j:0
       %a = Neg(%gradient/0:0) -> (float32[3,4])
       %ja = Identity(%a:0) {join='sum'} -> (float32[3,4]) !join
       %jb = Identity(%gradient/0:0) {join='sum'} -> (float32[3,4]) !join
       %sum = Add(%ja:0, %jb:0) -> (float32[3,4])
       %late = Neg(%gradient/0:0) -> (float32[3,4]) ^%sum 'effect: ordered after a side effect'
       %j = Identity(%sum:0) {join='sum'} -> (float32[3,4]) !join
-      outputs %j:0
       end
 """
 

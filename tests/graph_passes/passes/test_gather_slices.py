@@ -21,11 +21,11 @@ LAST = (
 
 CALLS = """
     %loss = merge() -> (float32[])
-    %stage0/replica0/mb0/forward = forward() {micro_batch=0, replica=0, stage=0}
-    %stage0/replica1/mb0/forward = forward() {micro_batch=0, replica=1, stage=0}
-    %stage0/replica0/mb1/forward = forward() {micro_batch=1, replica=0, stage=0}
-    %stage0/replica1/mb1/forward = forward() {micro_batch=1, replica=1, stage=0}
-    %stage1/replica0/mb0/forward = forward() {micro_batch=0, replica=0, stage=1}
+    %stage0/replica0/mb0/forward = forward() {place}
+    %stage0/replica1/mb0/forward = forward() {place}
+    %stage0/replica0/mb1/forward = forward() {place}
+    %stage0/replica1/mb1/forward = forward() {place}
+    %stage1/replica0/mb0/forward = forward() {place}
     %stage1/replica0/mb0/backward = backward() -> (float32[?,4], float32[_,4], int32[_])
     %stage1/replica0/mb1/backward = backward() -> (float32[?,4], float32[_,4], int32[_])
     %stage0/replica0/mb0/backward = backward() -> (float32[4], float32[_,4], int64[_])
@@ -86,7 +86,7 @@ def test_the_part_of_backward_for_weights_gives_the_slices_where_there_is_one() 
         function("stage0/weights", "carry c", ROWS),
     )
     before = """
-        %stage0/replica0/mb0/forward = forward() {micro_batch=0, replica=0, stage=0}
+        %stage0/replica0/mb0/forward = forward() {place}
         %stage0/replica0/mb0/inputs = inputs() -> (float32[?,4])
         %stage0/replica0/mb0/weights = weights() -> (float32[_,4], int64[_])
     """
@@ -96,7 +96,7 @@ def test_the_part_of_backward_for_weights_gives_the_slices_where_there_is_one() 
         before
         + """
         %stage0/gather_slices/table = gather_slices(%stage0/replica0/mb0/weights:0, %stage0/replica0/mb0/weights:1)
-        | {pieces=[1], replica=0, rows=9, stage=0, uses=['concat'], variable='table'} -> (float32[_,4], int64[_])
+        | {place, pieces=[1], rows=9, uses=['concat'], variable='table'} -> (float32[_,4], int64[_])
         """,
     )
 

@@ -12,10 +12,8 @@ HALVES = ("inputs", "weights")
 CALLS = """
     %x = input() -> (float32[?])
     %stage0/refresh = refresh()
-    %stage0/replica0/mb0/forward = forward(%x:0, %x:0) {micro_batch=0, replica=0, stage=0} -> (float32[?])
-    | ^%stage0/refresh 'refresh'
-    %stage0/replica0/mb0/backward = backward() {micro_batch=0, replica=0, stage=0}
-    | ^%stage0/replica0/mb0/forward 'order: 0B0 after 0F0'
+    %stage0/replica0/mb0/forward = forward(%x:0, %x:0) {place} -> (float32[?]) ^%stage0/refresh 'refresh'
+    %stage0/replica0/mb0/backward = backward() {place} ^%stage0/replica0/mb0/forward 'order: 0B0 after 0F0'
     outputs %stage0/replica0/mb0/forward:0
 """
 
@@ -26,18 +24,17 @@ def test_a_call_is_stamped_when_its_inputs_are_there_and_when_it_has_run() -> No
         """
         %x = input() -> (float32[?])
         %stage0/refresh = refresh()
-        %stage0/replica0/mb0/forward/start = timestamp() {micro_batch=0, replica=0, stage=0} -> (float64[])
-        | ^%x 'time: it could start' ^%stage0/refresh 'time: it could start'
-        %stage0/replica0/mb0/forward = forward(%x:0, %x:0) {micro_batch=0, replica=0, stage=0} -> (float32[?])
-        | ^%stage0/refresh 'refresh' ^%stage0/replica0/mb0/forward/start 'time: the start is taken before'
-        %stage0/replica0/mb0/forward/end = timestamp() {micro_batch=0, replica=0, stage=0} -> (float64[])
+        %stage0/replica0/mb0/forward/start = timestamp() {place} -> (float64[]) ^%x 'time: it could start'
+        | ^%stage0/refresh 'time: it could start'
+        %stage0/replica0/mb0/forward = forward(%x:0, %x:0) {place} -> (float32[?]) ^%stage0/refresh 'refresh'
+        | ^%stage0/replica0/mb0/forward/start 'time: the start is taken before'
+        %stage0/replica0/mb0/forward/end = timestamp() {place} -> (float64[])
         | ^%stage0/replica0/mb0/forward 'time: it has ended'
-        %stage0/replica0/mb0/backward/start = timestamp() {micro_batch=0, replica=0, stage=0} -> (float64[])
+        %stage0/replica0/mb0/backward/start = timestamp() {place} -> (float64[])
         | ^%stage0/replica0/mb0/forward/end 'time: it could start'
-        %stage0/replica0/mb0/backward = backward() {micro_batch=0, replica=0, stage=0}
-        | ^%stage0/replica0/mb0/forward 'order: 0B0 after 0F0'
+        %stage0/replica0/mb0/backward = backward() {place} ^%stage0/replica0/mb0/forward 'order: 0B0 after 0F0'
         | ^%stage0/replica0/mb0/backward/start 'time: the start is taken before'
-        %stage0/replica0/mb0/backward/end = timestamp() {micro_batch=0, replica=0, stage=0} -> (float64[])
+        %stage0/replica0/mb0/backward/end = timestamp() {place} -> (float64[])
         | ^%stage0/replica0/mb0/backward 'time: it has ended'
         %timeline = stack_timestamps(%stage0/replica0/mb0/forward/start:0, %stage0/replica0/mb0/forward/end:0,
         | %stage0/replica0/mb0/backward/start:0, %stage0/replica0/mb0/backward/end:0) -> (float64[4])
@@ -50,10 +47,10 @@ def test_what_follows_a_call_through_other_nodes_starts_after_the_end_of_the_cal
     """The end of a call and the start of the exchange behind a ``together`` node were once taken at the same time."""
     before = """
         %x = input() -> (float32[?])
-        %stage0/replica0/mb0/forward = forward(%x:0) {micro_batch=0, replica=0, stage=0} -> (float32[?])
-        %stage0/together = together(%stage0/replica0/mb0/forward:0) {replica=0, stage=0} -> (float32[?])
+        %stage0/replica0/mb0/forward = forward(%x:0) {place} -> (float32[?])
+        %stage0/together = together(%stage0/replica0/mb0/forward:0) {place} -> (float32[?])
         %stage0/slice = slice(%stage0/together:0) -> (float32[?])
-        %stage1/replica0/mb0/forward = forward(%stage0/slice:0) {micro_batch=0, replica=0, stage=1} -> (float32[?])
+        %stage1/replica0/mb0/forward = forward(%stage0/slice:0) {place} -> (float32[?])
         outputs %stage1/replica0/mb0/forward:0
     """
     after = Instrument()(graph(before))
@@ -77,8 +74,8 @@ def test_timed_nodes_are_calls_exchanges_reductions_and_updates_in_order() -> No
 def test_timed_nodes_keep_the_order_of_their_times_where_a_later_pass_moves_nodes() -> None:
     before = """
         %x = input() -> (float32[?])
-        %stage0/replica0/mb0/forward = forward(%x:0) {micro_batch=0, replica=0, stage=0} -> (float32[?])
-        %stage0/replica1/mb0/forward = forward(%x:0) {micro_batch=0, replica=1, stage=0} -> (float32[?])
+        %stage0/replica0/mb0/forward = forward(%x:0) {place} -> (float32[?])
+        %stage0/replica1/mb0/forward = forward(%x:0) {place} -> (float32[?])
         outputs %stage0/replica0/mb0/forward:0
     """
     after = Instrument()(graph(before))
@@ -108,8 +105,7 @@ def test_exposed_gradients_are_the_last_outputs() -> None:
 
 SPARSE = """
     %loss = merge() -> (float32[])
-    %stage0/gather_slices/table = gather_slices()
-    |  {replica=0, rows=9, stage=0, variable='table'} -> (float32[_,4], int64[_])
+    %stage0/gather_slices/table = gather_slices() {place, rows=9, variable='table'} -> (float32[_,4], int64[_])
     %stage1/reduced_gradients = reduced_gradients() {variables=['v']} -> (float32[4])
     outputs %loss:0
 """
@@ -124,7 +120,7 @@ def test_exposed_sparse_gradients_are_dense() -> None:
             "    outputs %loss:0",
             """
             %stage0/densify/table = densify(%stage0/gather_slices/table:0, %stage0/gather_slices/table:1)
-            | {replica=0, stage=0, variable='table'} -> (float32[9,4])
+            | {place, variable='table'} -> (float32[9,4])
             outputs %loss:0 %stage1/reduced_gradients:0 %stage0/densify/table:0
             """,
         ),

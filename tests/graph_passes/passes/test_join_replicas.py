@@ -23,10 +23,8 @@ ONE = """
     inputs %x
     %x = input() -> (float32[?,4])
     %refresh = refresh() {replica=0, stage=0, variables=[]}
-    %stage0/replica0/mb0/forward = forward(%x:0)
-    | {function='stage0/forward', micro_batch=0, replica=0, stage=0} -> (float32[]) @'gpu:0' ^%refresh 'refresh'
-    %stage0/replica1/mb0/forward = forward(%x:0)
-    | {function='stage0/forward', micro_batch=0, replica=1, stage=0} -> (float32[]) @'gpu:1'
+    %stage0/replica0/mb0/forward = forward(%x:0) {call} -> (float32[]) @'gpu:0' ^%refresh 'refresh'
+    %stage0/replica1/mb0/forward = forward(%x:0) {call} -> (float32[]) @'gpu:1'
     %loss = merge(%stage0/replica0/mb0/forward:0, %stage0/replica1/mb0/forward:0) {kind='sum'} -> (float32[])
     %after = barrier() ^%stage0/replica0/mb0/forward 'barrier'
     outputs %loss:0 %stage0/replica1/mb0/forward:0
@@ -41,23 +39,19 @@ def test_a_call_becomes_a_node_for_each_part_and_takes_what_all_replicas_join() 
         inputs %x
         %x = input() -> (float32[?,4])
         %refresh = refresh() {replica=0, stage=0, variables=[]}
-        %stage0/replica0/mb0/forward/part0 = part(%x:0)
-        | {function='stage0/forward/part0', micro_batch=0, of='forward', replica=0, stage=0} -> (float64[3,4])
-        | @'gpu:0' ^%refresh 'refresh'
-        %stage0/replica1/mb0/forward/part0 = part(%x:0)
-        | {function='stage0/forward/part0', micro_batch=0, of='forward', replica=1, stage=0} -> (float64[3,4])
-        | @'gpu:1'
+        %stage0/replica0/mb0/forward/part0 = part(%x:0) {place, function='stage0/forward/part0', of='forward'}
+        | -> (float64[3,4]) @'gpu:0' ^%refresh 'refresh'
+        %stage0/replica1/mb0/forward/part0 = part(%x:0) {place, function='stage0/forward/part0', of='forward'}
+        | -> (float64[3,4]) @'gpu:1'
         %stage0/replica0/mb0/forward/join0 = join(%stage0/replica0/mb0/forward/part0:0,
-        | %stage0/replica1/mb0/forward/part0:0)
-        | {kinds=['moments'], micro_batch=0, pieces=2, replica=0, stage=0} -> (float64[3,4]) @'gpu:0'
+        | %stage0/replica1/mb0/forward/part0:0) {place, kinds=['moments'], pieces=2} -> (float64[3,4]) @'gpu:0'
         %stage0/replica0/mb0/forward = forward(%x:0, %stage0/replica0/mb0/forward/join0:0)
-        | {function='stage0/forward/part1', micro_batch=0, replica=0, stage=0} -> (float32[]) @'gpu:0'
+        | {place, function='stage0/forward/part1'} -> (float32[]) @'gpu:0'
         | ^%stage0/replica0/mb0/forward/part0 'join: the parts of a call run in order'
         %stage0/replica1/mb0/forward/join0 = join(%stage0/replica0/mb0/forward/part0:0,
-        | %stage0/replica1/mb0/forward/part0:0)
-        | {kinds=['moments'], micro_batch=0, pieces=2, replica=1, stage=0} -> (float64[3,4]) @'gpu:1'
+        | %stage0/replica1/mb0/forward/part0:0) {place, kinds=['moments'], pieces=2} -> (float64[3,4]) @'gpu:1'
         %stage0/replica1/mb0/forward = forward(%x:0, %stage0/replica1/mb0/forward/join0:0)
-        | {function='stage0/forward/part1', micro_batch=0, replica=1, stage=0} -> (float32[]) @'gpu:1'
+        | {place, function='stage0/forward/part1'} -> (float32[]) @'gpu:1'
         | ^%stage0/replica1/mb0/forward/part0 'join: the parts of a call run in order'
         %loss = merge(%stage0/replica0/mb0/forward:0, %stage0/replica1/mb0/forward:0) {kind='sum'} -> (float32[])
         %after = barrier() ^%stage0/replica0/mb0/forward 'barrier'

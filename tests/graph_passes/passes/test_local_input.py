@@ -19,12 +19,12 @@ BEFORE = """
     %y = input() -> (int32[?])
     %mask = input() -> (float32[?])
     %batch/size = batch_size(%x:0) -> (int64[])
-    %stage1/replica1/row_bounds = row_bounds(%batch/size:0) {replica=1, stage=1} -> (int64[3])
-    %stage1/replica1/run_once = run_once(%mask:0) {replica=1, stage=1} -> (float32[])
-    %stage1/replica1/mb0/slice = slice(%batch/size:0, %mask:0, %y:0)
-    | {micro_batch=0, micro_batches=2, replica=1, replicas=2, stage=1} -> (float64[], float32[?], int32[?])
-    %stage1/replica1/mb0/forward = forward(%stage1/replica1/mb0/slice:1, %stage1/replica1/mb0/slice:2)
-    | {micro_batch=0, replica=1, stage=1} -> (float32[])
+    %stage1/replica1/row_bounds = row_bounds(%batch/size:0) {place} -> (int64[3])
+    %stage1/replica1/run_once = run_once(%mask:0) {place} -> (float32[])
+    %stage1/replica1/mb0/slice = slice(%batch/size:0, %mask:0, %y:0) {place, micro_batches=2, replicas=2}
+    | -> (float64[], float32[?], int32[?])
+    %stage1/replica1/mb0/forward = forward(%stage1/replica1/mb0/slice:1, %stage1/replica1/mb0/slice:2) {place}
+    | -> (float32[])
     outputs %stage1/replica1/mb0/forward:0
 """
 
@@ -34,7 +34,7 @@ def test_the_batch_size_is_an_input_and_own_rows_are_marked() -> None:
         LocalInput()(graph(BEFORE)),
         BEFORE.replace("inputs %x %y %mask", "inputs %x %y %mask %batch/size")
         .replace("%batch/size = batch_size(%x:0) -> (int64[])", "%batch/size = input() {index=3} -> (int64[])")
-        .replace("| {micro_batch=0, micro_batches=2", "| {local=[1], micro_batch=0, micro_batches=2"),
+        .replace("{place, micro_batches=2", "{place, local=[1], micro_batches=2"),
     )
 
 

@@ -13,33 +13,23 @@ from tests.graph_passes.builders import functions_of, graph
 TYPES = "Taxis=dtype('int32'), Tindices=dtype('int64'), Tparams=dtype('float32'), batch_dims=0"
 BEFORE = f"""
     function stage0/forward
-    takes arg int64[?] 'x'
-    takes variable resource[] 't'
-    gives boundary float32[?,4] '%h:0'
-      graph stage0/forward
-      inputs %arg/0 %variable/1
-      %arg/0 = arg() {{port='x'}} -> (int64[?])
-      %variable/1 = variable() {{port='t'}} -> (resource[])
+    takes arg int64[?] 'x' as %arg/0
+    takes variable resource[] 't' as %variable/1
+    gives boundary float32[?,4] '%h:0' from %h:0
       %read = ReadVariableOp(%variable/1:0) {{dtype=dtype('float32')}} -> (float32[9,4]) !read
       %axis = Const() -> (int32[])
       %rows = GatherV2(%read:0, %arg/0:0, %axis:0) {{{TYPES}}} -> (float32[?,4])
       %h = Tanh(%rows:0) -> (float32[?,4])
-      outputs %h:0
       end
 """
 AFTER = """
     function stage0/forward
-    takes arg int64[?] 'x'
-    takes variable resource[] 't'
-    gives boundary float32[?,4] '%h:0'
-      graph stage0/forward
-      inputs %arg/0 %variable/1
-      %arg/0 = arg() {port='x'} -> (int64[?])
-      %variable/1 = variable() {port='t'} -> (resource[])
+    takes arg int64[?] 'x' as %arg/0
+    takes variable resource[] 't' as %variable/1
+    gives boundary float32[?,4] '%h:0' from %h:0
       %rows = ResourceGather(%variable/1:0, %arg/0:0)
       | {Tindices=dtype('int64'), batch_dims=0, dtype=dtype('float32'), validate_indices=True} -> (float32[?,4]) !read
       %h = Tanh(%rows:0) -> (float32[?,4])
-      outputs %h:0
       end
 """
 
@@ -73,7 +63,7 @@ def test_control_edges_of_the_read_and_of_the_lookup_are_kept() -> None:
     ("old", "new"),
     [
         ("%h = Tanh(%rows:0)", "%h = MatMul(%rows:0, %read:0)"),
-        ("outputs %h:0", "outputs %read:0"),
+        ("from %h:0", "from %read:0"),
         ("%h = Tanh(%rows:0) -> (float32[?,4])", "%h = Tanh(%rows:0) -> (float32[?,4]) ^%read 'after the read'"),
         ("%rows = GatherV2(%read:0, %arg/0:0, %axis:0)", "%rows = GatherV2(%arg/0:0, %read:0, %axis:0)"),
         ("%rows = GatherV2", "%other = GatherV2"),

@@ -15,21 +15,16 @@ from tests.graph_passes.builders import assert_graph, calls, function, refused, 
 X = "inputs %x\n%x = input() {index=0} -> (float32[?,4])\n"
 
 MICRO_BATCH = """
-    %stage0/replica0/mbM/slice = slice(%batch/size:0, %x:0)
-    | {micro_batch=M, micro_batches=2, replica=0, replicas=1, stage=0} -> (float64[], float32[?,4])
-    %stage0/replica0/mbM/forward = forward(%stage0/replica0/mbM/slice:1)
-    | {function='stage0/forward', micro_batch=M, replica=0, stage=0} -> (float32[?,4], float32[?,4])
-    %stage1/replica0/mbM/slice = slice(%batch/size:0)
-    | {micro_batch=M, micro_batches=2, replica=0, replicas=1, stage=1} -> (float64[])
-    %stage1/replica0/mbM/forward = forward(%stage0/replica0/mbM/forward:0)
-    | {function='stage1/forward', micro_batch=M, replica=0, stage=1} -> (float32[], float32[?,4])
-    %stage1/replica0/mbM/seed = loss_gradient(%stage1/replica0/mbM/slice:0)
-    | {micro_batch=M, replica=0, stage=1} -> (float32[])
+    %stage0/replica0/mbM/slice = slice(%batch/size:0, %x:0) {place, micro_batches=2, replicas=1}
+    | -> (float64[], float32[?,4])
+    %stage0/replica0/mbM/forward = forward(%stage0/replica0/mbM/slice:1) {call} -> (float32[?,4], float32[?,4])
+    %stage1/replica0/mbM/slice = slice(%batch/size:0) {place, micro_batches=2, replicas=1} -> (float64[])
+    %stage1/replica0/mbM/forward = forward(%stage0/replica0/mbM/forward:0) {call} -> (float32[], float32[?,4])
+    %stage1/replica0/mbM/seed = loss_gradient(%stage1/replica0/mbM/slice:0) {place} -> (float32[])
     %stage1/replica0/mbM/backward = backward(%stage0/replica0/mbM/forward:0, %stage1/replica0/mbM/seed:0,
-    | %stage1/replica0/mbM/forward:1)
-    | {function='stage1/backward', micro_batch=M, replica=0, stage=1} -> (float32[?,4], float32[4])
-    %stage0/replica0/mbM/backward = backward(%stage1/replica0/mbM/backward:0, %stage0/replica0/mbM/forward:1)
-    | {function='stage0/backward', micro_batch=M, replica=0, stage=0} -> (float32[4])
+    | %stage1/replica0/mbM/forward:1) {call} -> (float32[?,4], float32[4])
+    %stage0/replica0/mbM/backward = backward(%stage1/replica0/mbM/backward:0, %stage0/replica0/mbM/forward:1) {call}
+    | -> (float32[4])
 """
 
 
@@ -66,25 +61,19 @@ def test_gradients_of_weights_follow_those_of_inputs_and_take_what_they_carry() 
         f"""
         {X}
         %batch/size = batch_size(%x:0) -> (int64[])
-        %stage0/replica0/mb0/slice = slice(%batch/size:0, %x:0)
-        | {{micro_batch=0, micro_batches=1, replica=0, replicas=1, stage=0}} -> (float64[], float32[?,4])
-        %stage0/replica0/mb0/forward = forward(%stage0/replica0/mb0/slice:1)
-        | {{function='stage0/forward', micro_batch=0, replica=0, stage=0}} -> (float32[?,4])
-        %stage1/replica0/mb0/slice = slice(%batch/size:0)
-        | {{micro_batch=0, micro_batches=1, replica=0, replicas=1, stage=1}} -> (float64[])
-        %stage1/replica0/mb0/forward = forward(%stage0/replica0/mb0/forward:0)
-        | {{function='stage1/forward', micro_batch=0, replica=0, stage=1}} -> (float32[], float32[?,4])
-        %stage1/replica0/mb0/seed = loss_gradient(%stage1/replica0/mb0/slice:0)
-        | {{micro_batch=0, replica=0, stage=1}} -> (float32[])
-        %stage1/replica0/mb0/inputs = inputs(%stage1/replica0/mb0/seed:0, %stage1/replica0/mb0/forward:1)
-        | {{function='stage1/inputs', micro_batch=0, replica=0, stage=1}} -> (float32[?,4], float32[?,4])
+        %stage0/replica0/mb0/slice = slice(%batch/size:0, %x:0) {{place, micro_batches=1, replicas=1}}
+        | -> (float64[], float32[?,4])
+        %stage0/replica0/mb0/forward = forward(%stage0/replica0/mb0/slice:1) {{call}} -> (float32[?,4])
+        %stage1/replica0/mb0/slice = slice(%batch/size:0) {{place, micro_batches=1, replicas=1}} -> (float64[])
+        %stage1/replica0/mb0/forward = forward(%stage0/replica0/mb0/forward:0) {{call}} -> (float32[], float32[?,4])
+        %stage1/replica0/mb0/seed = loss_gradient(%stage1/replica0/mb0/slice:0) {{place}} -> (float32[])
+        %stage1/replica0/mb0/inputs = inputs(%stage1/replica0/mb0/seed:0, %stage1/replica0/mb0/forward:1) {{call}}
+        | -> (float32[?,4], float32[?,4])
         %stage1/replica0/mb0/weights = weights(%stage0/replica0/mb0/forward:0, %stage1/replica0/mb0/seed:0,
-        | %stage1/replica0/mb0/inputs:1)
-        | {{function='stage1/weights', micro_batch=0, replica=0, stage=1}} -> (float32[4])
-        %stage0/replica0/mb0/inputs = inputs()
-        | {{function='stage0/inputs', micro_batch=0, replica=0, stage=0}}
-        %stage0/replica0/mb0/weights = weights(%stage0/replica0/mb0/slice:1, %stage1/replica0/mb0/inputs:0)
-        | {{function='stage0/weights', micro_batch=0, replica=0, stage=0}} -> (float32[4])
+        | %stage1/replica0/mb0/inputs:1) {{call}} -> (float32[4])
+        %stage0/replica0/mb0/inputs = inputs() {{call}}
+        %stage0/replica0/mb0/weights = weights(%stage0/replica0/mb0/slice:1, %stage1/replica0/mb0/inputs:0) {{call}}
+        | -> (float32[4])
         %loss = merge(%stage1/replica0/mb0/forward:0, %stage1/replica0/mb0/slice:0) {{kind='mean'}} -> (float32[])
         outputs %loss:0
         """,
@@ -109,8 +98,7 @@ def test_only_the_micro_batches_that_are_split_are_called_twice(m: int) -> None:
     whole, split = (MICRO_BATCH.replace("M", str(other)) for other in (1 - m, m))
     call = """
     %stage1/replica0/mbM/backward = backward(%stage0/replica0/mbM/forward:0, %stage1/replica0/mbM/seed:0,
-    | %stage1/replica0/mbM/forward:1)
-    | {function='stage1/backward', micro_batch=M, replica=0, stage=1} -> (float32[?,4], float32[4])
+    | %stage1/replica0/mbM/forward:1) {call} -> (float32[?,4], float32[4])
     """.strip().replace("M", str(m))
     assert split.count(call) == 1
     halves = """%stage1/replica0/mbM/inputs = inputs(%stage1/replica0/mbM/seed:0, %stage1/replica0/mbM/forward:1)
@@ -301,7 +289,7 @@ def test_backward_starts_from_the_loss_scale_where_the_optimizer_scales_the_loss
 def test_given_sizes_are_an_attribute_of_what_cuts_the_batch() -> None:
     result = Microbatch(2, 2, sizes=(2, 6))(calls(X, *two_stages()))
     verify(result)
-    sized = MICRO_BATCH.replace("replicas=1, stage", "replicas=1, sizes=[2, 6], stage")
+    sized = MICRO_BATCH.replace("replicas=1", "replicas=1, sizes=[2, 6]")
     assert_graph(
         result,
         f"""

@@ -9,13 +9,10 @@ from tests.graph_passes.builders import assert_graph, function, graph, refused, 
 
 # The data edges of Fig. 11(b): two stages, two micro-batches. M stands for the micro-batch.
 DATA = """
-    %stage0/replica0/mbM/forward = forward() {micro_batch=M, replica=0, stage=0} -> (float32[])
-    %stage1/replica0/mbM/forward = forward(%stage0/replica0/mbM/forward:0)
-    | {micro_batch=M, replica=0, stage=1} -> (float32[])
-    %stage1/replica0/mbM/backward = backward(%stage1/replica0/mbM/forward:0)
-    | {micro_batch=M, replica=0, stage=1} -> (float32[])
-    %stage0/replica0/mbM/backward = backward(%stage1/replica0/mbM/backward:0)
-    | {micro_batch=M, replica=0, stage=0} -> (float32[])
+    %stage0/replica0/mbM/forward = forward() {place} -> (float32[])
+    %stage1/replica0/mbM/forward = forward(%stage0/replica0/mbM/forward:0) {place} -> (float32[])
+    %stage1/replica0/mbM/backward = backward(%stage1/replica0/mbM/forward:0) {place} -> (float32[])
+    %stage0/replica0/mbM/backward = backward(%stage1/replica0/mbM/backward:0) {place} -> (float32[])
 """
 TWO = graph(DATA.replace("M", "0") + DATA.replace("M", "1"))
 
@@ -24,38 +21,30 @@ def test_dapple_on_two_stages_adds_the_edges_of_figure_11_b() -> None:
     assert_graph(
         Order(ScheduleSpec.parse("dapple-a").build(2, 2))(TWO),
         """
-        %stage0/replica0/mb0/forward = forward() {micro_batch=0, replica=0, stage=0} -> (float32[])
-        %stage1/replica0/mb0/forward = forward(%stage0/replica0/mb0/forward:0)
-        | {micro_batch=0, replica=0, stage=1} -> (float32[])
-        %stage1/replica0/mb0/backward = backward(%stage1/replica0/mb0/forward:0)
-        | {micro_batch=0, replica=0, stage=1} -> (float32[])
-        %stage0/replica0/mb1/forward = forward() {micro_batch=1, replica=0, stage=0} -> (float32[])
+        %stage0/replica0/mb0/forward = forward() {place} -> (float32[])
+        %stage1/replica0/mb0/forward = forward(%stage0/replica0/mb0/forward:0) {place} -> (float32[])
+        %stage1/replica0/mb0/backward = backward(%stage1/replica0/mb0/forward:0) {place} -> (float32[])
+        %stage0/replica0/mb1/forward = forward() {place} -> (float32[])
         | ^%stage0/replica0/mb0/forward 'order: 0F1 after 0F0'
-        %stage0/replica0/mb0/backward = backward(%stage1/replica0/mb0/backward:0)
-        | {micro_batch=0, replica=0, stage=0} -> (float32[]) ^%stage0/replica0/mb1/forward 'order: 0B0 after 0F1'
-        %stage1/replica0/mb1/forward = forward(%stage0/replica0/mb1/forward:0)
-        | {micro_batch=1, replica=0, stage=1} -> (float32[]) ^%stage1/replica0/mb0/backward 'order: 1F1 after 1B0'
-        %stage1/replica0/mb1/backward = backward(%stage1/replica0/mb1/forward:0)
-        | {micro_batch=1, replica=0, stage=1} -> (float32[])
-        %stage0/replica0/mb1/backward = backward(%stage1/replica0/mb1/backward:0)
-        | {micro_batch=1, replica=0, stage=0} -> (float32[]) ^%stage0/replica0/mb0/backward 'order: 0B1 after 0B0'
+        %stage0/replica0/mb0/backward = backward(%stage1/replica0/mb0/backward:0) {place} -> (float32[])
+        | ^%stage0/replica0/mb1/forward 'order: 0B0 after 0F1'
+        %stage1/replica0/mb1/forward = forward(%stage0/replica0/mb1/forward:0) {place} -> (float32[])
+        | ^%stage1/replica0/mb0/backward 'order: 1F1 after 1B0'
+        %stage1/replica0/mb1/backward = backward(%stage1/replica0/mb1/forward:0) {place} -> (float32[])
+        %stage0/replica0/mb1/backward = backward(%stage1/replica0/mb1/backward:0) {place} -> (float32[])
+        | ^%stage0/replica0/mb0/backward 'order: 0B1 after 0B0'
         """,
     )
 
 
 # The same where micro-batch M is split on both stages.
 HALVES = """
-    %stage0/replica0/mbM/forward = forward() {micro_batch=M, replica=0, stage=0} -> (float32[])
-    %stage1/replica0/mbM/forward = forward(%stage0/replica0/mbM/forward:0)
-    | {micro_batch=M, replica=0, stage=1} -> (float32[])
-    %stage1/replica0/mbM/inputs = inputs(%stage1/replica0/mbM/forward:0)
-    | {micro_batch=M, replica=0, stage=1} -> (float32[])
-    %stage0/replica0/mbM/inputs = inputs(%stage1/replica0/mbM/inputs:0)
-    | {micro_batch=M, replica=0, stage=0} -> (float32[])
-    %stage1/replica0/mbM/weights = weights(%stage1/replica0/mbM/inputs:0)
-    | {micro_batch=M, replica=0, stage=1} -> (float32[])
-    %stage0/replica0/mbM/weights = weights(%stage0/replica0/mbM/inputs:0)
-    | {micro_batch=M, replica=0, stage=0} -> (float32[])
+    %stage0/replica0/mbM/forward = forward() {place} -> (float32[])
+    %stage1/replica0/mbM/forward = forward(%stage0/replica0/mbM/forward:0) {place} -> (float32[])
+    %stage1/replica0/mbM/inputs = inputs(%stage1/replica0/mbM/forward:0) {place} -> (float32[])
+    %stage0/replica0/mbM/inputs = inputs(%stage1/replica0/mbM/inputs:0) {place} -> (float32[])
+    %stage1/replica0/mbM/weights = weights(%stage1/replica0/mbM/inputs:0) {place} -> (float32[])
+    %stage0/replica0/mbM/weights = weights(%stage0/replica0/mbM/inputs:0) {place} -> (float32[])
 """
 
 
@@ -82,8 +71,7 @@ def test_whole_backwards_are_ordered_among_those_that_are_split() -> None:
 def test_a_call_waits_for_the_sums_of_both_kinds_of_backward() -> None:
     """Gradients are added in micro-batch order: those of 0B1 only after those of 0W0."""
     sums = """
-        %stage0/replica0/mbM/accumulate = accumulate(%stage0/replica0/mbM/OP:0)
-        | {first=False, micro_batch=M, replica=0, stage=0, variables=["w"]}
+        %stage0/replica0/mbM/accumulate = accumulate(%stage0/replica0/mbM/OP:0) {place, first=False, variables=["w"]}
     """
     first = HALVES + sums.replace("OP", "weights")
     second = DATA + sums.replace("OP", "backward")
@@ -130,12 +118,10 @@ def test_each_replica_has_its_own_order() -> None:
     assert_graph(
         result,
         """
-        %stage0/replica0/mb0/forward = forward() {micro_batch=0, replica=0, stage=0}
-        %stage0/replica0/mb0/backward = backward() {micro_batch=0, replica=0, stage=0}
-        | ^%stage0/replica0/mb0/forward 'order: 0B0 after 0F0'
-        %stage0/replica1/mb0/forward = forward() {micro_batch=0, replica=1, stage=0}
-        %stage0/replica1/mb0/backward = backward() {micro_batch=0, replica=1, stage=0}
-        | ^%stage0/replica1/mb0/forward 'order: 0B0 after 0F0'
+        %stage0/replica0/mb0/forward = forward() {place}
+        %stage0/replica0/mb0/backward = backward() {place} ^%stage0/replica0/mb0/forward 'order: 0B0 after 0F0'
+        %stage0/replica1/mb0/forward = forward() {place}
+        %stage0/replica1/mb0/backward = backward() {place} ^%stage0/replica1/mb0/forward 'order: 0B0 after 0F0'
         """,
     )
 
@@ -170,7 +156,7 @@ def test_stages_of_one_device_with_different_replicas_are_refused() -> None:
 def test_a_call_waits_until_the_gradients_before_it_are_accumulated() -> None:
     sums = """
         %stage1/replica0/mbM/accumulate = accumulate(%stage1/replica0/mbM/backward:0)
-        | {first=False, micro_batch=M, replica=0, stage=1, variables=["w"]}
+        | {place, first=False, variables=["w"]}
     """
     result = Order(ScheduleSpec.parse("dapple-a").build(2, 2))(
         graph("".join((DATA + sums).replace("M", m) for m in "01"))
@@ -185,7 +171,7 @@ def test_no_call_waits_for_a_sum_that_waits_for_later_calls() -> None:
     """Sums are in micro-batch order: that of micro-batch 1 is complete only after 1B0."""
     sums = """
         %stage1/replica0/mbM/accumulate = accumulate(%stage1/replica0/mbM/backward:0)
-        | {first=False, micro_batch=M, replica=0, stage=1, variables=["w"]}
+        | {place, first=False, variables=["w"]}
     """
     order = parse_schedule("0F1 0F0 0B1 0B0; 1F1 1B1 1F0 1B0")
     result = Order(order)(graph("".join((DATA + sums).replace("M", m) for m in "01")))

@@ -108,8 +108,7 @@ def test_the_last_micro_batch_s_kind_of_backward_says_which_function_is_copied(s
 def test_the_part_for_gradients_of_inputs_is_not_inlined() -> None:
     before, _ = before_and_after(1)
     inputs = """
-        %stage0/replica0/mb1/inputs = inputs() {function='stage0/inputs', micro_batch=1, replica=0, stage=0}
-        | -> (float32[?,4], float32[?,4])
+        %stage0/replica0/mb1/inputs = inputs() {call} -> (float32[?,4], float32[?,4])
     """
     result = Overlap(32)(calls(before + inputs, FORWARD, BACKWARD, INPUTS, WEIGHTS))
     assert not result.node("stage0/replica0/mb1/inputs").has("inline")
@@ -144,14 +143,12 @@ def test_the_last_micro_batch_is_summed_in_buckets_and_each_is_reduced_alone() -
         + """
         %stage0/allreduce/bucket0 = allreduce(%stage0/replica0/gradients/bucket0:0,
         | %stage0/replica0/gradients/bucket0:1, %stage0/replica1/gradients/bucket0:0,
-        | %stage0/replica1/gradients/bucket0:1)
-        | {bucket=0, replica=0, replicas=2, stage=0, variables=['w', 'v']} -> (float32[4], float32[4])
+        | %stage0/replica1/gradients/bucket0:1) {place, bucket=0, replicas=2, variables=['w', 'v']}
+        | -> (float32[4], float32[4])
         %stage0/allreduce/bucket1 = allreduce(%stage0/replica0/gradients/bucket1:0,
-        | %stage0/replica1/gradients/bucket1:0)
-        | {bucket=1, replica=0, replicas=2, stage=0, variables=['u']} -> (float32[4])
+        | %stage0/replica1/gradients/bucket1:0) {place, bucket=1, replicas=2, variables=['u']} -> (float32[4])
         %stage0/reduced_gradients = reduced_gradients(%stage0/allreduce/bucket1:0, %stage0/allreduce/bucket0:1,
-        | %stage0/allreduce/bucket0:0)
-        | {replica=0, stage=0, variables=['u', 'v', 'w']} -> (float32[4], float32[4], float32[4])
+        | %stage0/allreduce/bucket0:0) {place, variables=['u', 'v', 'w']} -> (float32[4], float32[4], float32[4])
         """,
     )
 

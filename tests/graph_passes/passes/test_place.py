@@ -13,7 +13,7 @@ BEFORE = """
     %stage0/replica0/mb0/forward = forward() {replica=0, stage=0}
     %stage1/replica0/mb0/forward = forward() {replica=0, stage=1}
     %stage1/replica1/mb0/forward = forward() {replica=1, stage=1}
-    %stage1/update = update() {replica=0, stage=1}
+    %stage1/update = update() {place}
     %loss = merge() -> (float32[])
 """
 
@@ -26,7 +26,7 @@ def test_nodes_of_a_replica_are_on_its_device_and_others_on_the_home_device() ->
         %stage0/replica0/mb0/forward = forward() {replica=0, stage=0} @'gpu0'
         %stage1/replica0/mb0/forward = forward() {replica=0, stage=1} @'gpu2'
         %stage1/replica1/mb0/forward = forward() {replica=1, stage=1} @'gpu1'
-        %stage1/update = update() {replica=0, stage=1} @'gpu2'
+        %stage1/update = update() {place} @'gpu2'
         %loss = merge() -> (float32[]) @'cpu'
         """,
     )
@@ -40,7 +40,7 @@ def test_a_rank_s_nodes_are_on_its_device_and_those_of_no_stage_on_the_home_devi
         %stage0/replica0/mb0/forward = forward() {replica=0, stage=0} @'gpu0'
         %stage1/replica0/mb0/forward = forward() {replica=0, stage=1} @'gpu0'
         %stage1/replica1/mb0/forward = forward() {replica=1, stage=1} @'gpu0'
-        %stage1/update = update() {replica=0, stage=1} @'gpu0'
+        %stage1/update = update() {place} @'gpu0'
         %loss = merge() -> (float32[]) @'cpu'
         """,
     )

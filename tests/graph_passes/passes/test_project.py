@@ -22,10 +22,8 @@ from tests.graph_passes.whole import Kind, graph_for_ranks, kinds, ranks_of, who
 CHAIN = """
     inputs %x
     %x = input() -> (float32[?,4])
-    %stage0/replica0/mb0/forward = forward(%x:0) {function='stage0/forward', micro_batch=0, replica=0, stage=0}
-    | -> (float32[?,4], float32[?,4])
-    %stage1/replica0/mb0/forward = forward(%stage0/replica0/mb0/forward:0)
-    | {function='stage1/forward', micro_batch=0, replica=0, stage=1} -> (float32[], float32[?,4])
+    %stage0/replica0/mb0/forward = forward(%x:0) {call} -> (float32[?,4], float32[?,4])
+    %stage1/replica0/mb0/forward = forward(%stage0/replica0/mb0/forward:0) {call} -> (float32[], float32[?,4])
     | ^%stage0/replica0/mb0/forward 'dropped: it lives elsewhere' ^%x 'kept: it is here too'
     %loss = merge(%stage1/replica0/mb0/forward:0) -> (float32[])
     outputs %loss:0
@@ -40,8 +38,7 @@ def test_an_edge_between_stages_becomes_an_exchange_on_both_ranks() -> None:
         """
         inputs %x
         %x = input() -> (float32[?,4])
-        %stage0/replica0/mb0/forward = forward(%x:0) {function='stage0/forward', micro_batch=0, replica=0, stage=0}
-        | -> (float32[?,4], float32[?,4])
+        %stage0/replica0/mb0/forward = forward(%x:0) {call} -> (float32[?,4], float32[?,4])
         %exchange/stage0_to_stage1/mb0/forward = exchange(%stage0/replica0/mb0/forward:0)
         | {dtypes=['float32'], header=False, micro_batch=0, ranks=[0, 1], source=[], to=[1]} -> (int64[])
         %exchange/outputs = exchange()
@@ -58,9 +55,8 @@ def test_an_edge_between_stages_becomes_an_exchange_on_both_ranks() -> None:
         %exchange/stage0_to_stage1/mb0/forward = exchange()
         | {dtypes=['float32'], header=False, micro_batch=0, ranks=[0, 1], source=[0], to=[]} -> (float32[?,4], int64[])
         %x = input() -> (float32[?,4])
-        %stage1/replica0/mb0/forward = forward(%exchange/stage0_to_stage1/mb0/forward:0)
-        | {function='stage1/forward', micro_batch=0, replica=0, stage=1} -> (float32[], float32[?,4])
-        | ^%x 'kept: it is here too'
+        %stage1/replica0/mb0/forward = forward(%exchange/stage0_to_stage1/mb0/forward:0) {call}
+        | -> (float32[], float32[?,4]) ^%x 'kept: it is here too'
         %exchange/outputs = exchange(%stage1/replica0/mb0/forward:0)
         | {dtypes=['float32'], header=False, ranks=[0, 1], source=[], to=[0]} -> (int64[])
         %loss = merge(%stage1/replica0/mb0/forward:0) -> (float32[])
@@ -75,14 +71,13 @@ def test_an_edge_between_stages_becomes_an_exchange_on_both_ranks() -> None:
 LOOPED = """
     inputs %x
     %x = input() -> (float32[?,4])
-    %stage0/replica0/mb0/forward = forward(%x:0) {micro_batch=0, replica=0, stage=0} -> (float32[?,4])
-    %stage1/replica0/mb0/forward = forward(%stage0/replica0/mb0/forward:0) {micro_batch=0, replica=0, stage=1}
-    | -> (float32[?,4])
-    %stage2/replica0/mb0/forward = forward(%stage1/replica0/mb0/forward:0) {micro_batch=0, replica=0, stage=2}
-    | -> (float32[?,4]) ^%stage0/replica0/mb0/forward 'order: 2F0 after 0F0'
-    %stage3/replica0/mb0/forward = forward(%stage2/replica0/mb0/forward:0) {micro_batch=0, replica=0, stage=3}
-    | -> (float32[]) ^%stage1/replica0/mb0/forward 'order: 3F0 after 1F0'
-    %stage3/replica0/mb0/backward = backward(%stage3/replica0/mb0/forward:0) {micro_batch=0, replica=0, stage=3}
+    %stage0/replica0/mb0/forward = forward(%x:0) {place} -> (float32[?,4])
+    %stage1/replica0/mb0/forward = forward(%stage0/replica0/mb0/forward:0) {place} -> (float32[?,4])
+    %stage2/replica0/mb0/forward = forward(%stage1/replica0/mb0/forward:0) {place} -> (float32[?,4])
+    | ^%stage0/replica0/mb0/forward 'order: 2F0 after 0F0'
+    %stage3/replica0/mb0/forward = forward(%stage2/replica0/mb0/forward:0) {place} -> (float32[])
+    | ^%stage1/replica0/mb0/forward 'order: 3F0 after 1F0'
+    %stage3/replica0/mb0/backward = backward(%stage3/replica0/mb0/forward:0) {place}
 """
 THERE = "exchange/stage0_to_stage1/mb0/forward"
 BACK = "exchange/stage1_to_stage2/mb0/forward"
@@ -97,11 +92,11 @@ def test_ranks_of_several_stages_exchange_what_crosses_each_boundary_and_keep_th
         f"""
         inputs %x
         %x = input() -> (float32[?,4])
-        %stage0/replica0/mb0/forward = forward(%x:0) {{micro_batch=0, replica=0, stage=0}} -> (float32[?,4])
+        %stage0/replica0/mb0/forward = forward(%x:0) {{place}} -> (float32[?,4])
         %{THERE} = exchange(%stage0/replica0/mb0/forward:0) {ends % ("", 1)} -> (int64[])
         %{BACK} = exchange() {ends % (1, "")} -> (float32[?,4], int64[])
-        %stage2/replica0/mb0/forward = forward(%{BACK}:0) {{micro_batch=0, replica=0, stage=2}}
-        | -> (float32[?,4]) ^%stage0/replica0/mb0/forward 'order: 2F0 after 0F0'
+        %stage2/replica0/mb0/forward = forward(%{BACK}:0) {{place}} -> (float32[?,4])
+        | ^%stage0/replica0/mb0/forward 'order: 2F0 after 0F0'
         %{AGAIN} = exchange(%stage2/replica0/mb0/forward:0) {ends % ("", 1)} -> (int64[])
         %tokens = collect_tokens(%{THERE}:0, %{BACK}:1, %{AGAIN}:0) -> (int64[])
         outputs %tokens:0
@@ -112,13 +107,13 @@ def test_ranks_of_several_stages_exchange_what_crosses_each_boundary_and_keep_th
         f"""
         inputs %x
         %{THERE} = exchange() {ends % (0, "")} -> (float32[?,4], int64[])
-        %stage1/replica0/mb0/forward = forward(%{THERE}:0) {{micro_batch=0, replica=0, stage=1}} -> (float32[?,4])
+        %stage1/replica0/mb0/forward = forward(%{THERE}:0) {{place}} -> (float32[?,4])
         %{BACK} = exchange(%stage1/replica0/mb0/forward:0) {ends % ("", 0)} -> (int64[])
         %{AGAIN} = exchange() {ends % (0, "")} -> (float32[?,4], int64[])
         %x = input() -> (float32[?,4])
-        %stage3/replica0/mb0/forward = forward(%{AGAIN}:0) {{micro_batch=0, replica=0, stage=3}}
-        | -> (float32[]) ^%stage1/replica0/mb0/forward 'order: 3F0 after 1F0'
-        %stage3/replica0/mb0/backward = backward(%stage3/replica0/mb0/forward:0) {{micro_batch=0, replica=0, stage=3}}
+        %stage3/replica0/mb0/forward = forward(%{AGAIN}:0) {{place}} -> (float32[])
+        | ^%stage1/replica0/mb0/forward 'order: 3F0 after 1F0'
+        %stage3/replica0/mb0/backward = backward(%stage3/replica0/mb0/forward:0) {{place}}
         %tokens = collect_tokens(%{THERE}:1, %{BACK}:0, %{AGAIN}:1) -> (int64[])
         outputs %tokens:0
         """,
@@ -135,12 +130,11 @@ def test_nothing_is_sent_between_two_stages_of_one_rank() -> None:
 REPLICAS = """
     inputs %x
     %x = input() -> (float32[?,4])
-    %stage0/replica0/mb0/forward = forward(%x:0) {micro_batch=0, replica=0, stage=0} -> (float32[4])
-    %stage0/replica1/mb0/forward = forward(%x:0) {micro_batch=0, replica=1, stage=0} -> (float32[4])
+    %stage0/replica0/mb0/forward = forward(%x:0) {place} -> (float32[4])
+    %stage0/replica1/mb0/forward = forward(%x:0) {place} -> (float32[4])
     %stage0/allreduce = allreduce(%stage0/replica0/mb0/forward:0, %stage0/replica1/mb0/forward:0)
-    | {replica=0, replicas=2, stage=0, variables=['w']} -> (float32[4])
-    %stage0/reduced_gradients = reduced_gradients(%stage0/allreduce:0)
-    | {replica=0, stage=0, variables=['w']} -> (float32[4])
+    | {place, replicas=2, variables=['w']} -> (float32[4])
+    %stage0/reduced_gradients = reduced_gradients(%stage0/allreduce:0) {place, variables=['w']} -> (float32[4])
     %barrier = barrier() ^%stage0/reduced_gradients 'barrier: all gradients are there'
 """
 
@@ -154,9 +148,8 @@ def test_each_replica_has_its_own_sums_and_updates(rank: int) -> None:
         %x = input() -> (float32[?,4])
         %stage0/replica{rank}/mb0/forward = forward(%x:0) {{micro_batch=0, replica={rank}, stage=0}} -> (float32[4])
         %stage0/allreduce = allreduce(%stage0/replica{rank}/mb0/forward:0)
-        | {{ranks=[0, 1], replica=0, replicas=2, stage=0, variables=['w']}} -> (float32[4], int64[])
-        %stage0/reduced_gradients = reduced_gradients(%stage0/allreduce:0)
-        | {{replica=0, stage=0, variables=['w']}} -> (float32[4])
+        | {{place, ranks=[0, 1], replicas=2, variables=['w']}} -> (float32[4], int64[])
+        %stage0/reduced_gradients = reduced_gradients(%stage0/allreduce:0) {{place, variables=['w']}} -> (float32[4])
         %barrier = barrier() {{ranks=[0, 1]}} -> (int64[]) ^%stage0/reduced_gradients 'barrier: all gradients are there'
         %tokens = collect_tokens(%stage0/allreduce:1, %barrier:0) -> (int64[])
         outputs %tokens:0
@@ -171,16 +164,16 @@ def test_a_sum_that_a_rank_does_not_need_keeps_its_token() -> None:
         %stage1/replica0/mb0/forward = forward() {replica=0, stage=1} -> (float32[4])
         %stage1/replica1/mb0/forward = forward() {replica=1, stage=1} -> (float32[4])
         %stage1/allreduce = allreduce(%stage1/replica0/mb0/forward:0, %stage1/replica1/mb0/forward:0)
-        | {replica=0, replicas=2, stage=1, variables=['t']} -> (float32[4])
-        %stage0/tied_sum_0 = tied_sum(%stage0/replica0/mb0/forward:0, %stage1/allreduce:0)
-        | {replica=0, stage=0, variable='t'} -> (float32[4])
+        | {place, replicas=2, variables=['t']} -> (float32[4])
+        %stage0/tied_sum_0 = tied_sum(%stage0/replica0/mb0/forward:0, %stage1/allreduce:0) {place, variable='t'}
+        | -> (float32[4])
     """
     assert_graph(
         Project(((0,), (1, 2)), 2)(graph(text)),
         """
         %stage1/replica1/mb0/forward = forward() {replica=1, stage=1} -> (float32[4])
         %stage1/allreduce = allreduce(%stage1/replica1/mb0/forward:0)
-        | {ranks=[1, 2], replica=0, replicas=2, stage=1, variables=['t']} -> (float32[4], int64[])
+        | {place, ranks=[1, 2], replicas=2, variables=['t']} -> (float32[4], int64[])
         %tokens = collect_tokens(%stage1/allreduce:1) -> (int64[])
         outputs %tokens:0
         """,
@@ -216,24 +209,22 @@ def test_the_exchanges_of_a_schedule_with_results_that_travel_together() -> None
 def test_one_exchange_carries_what_travels_together() -> None:
     """The rank of stage 1 has no ``together`` node: its forwards take the outputs of the exchange."""
     together = """
-        %stage0/replica0/mb0/forward = forward() {micro_batch=0, replica=0, stage=0} -> (float32[2,4])
-        %stage0/replica0/mb1/forward = forward() {micro_batch=1, replica=0, stage=0} -> (float32[3,4])
-        %stage0/replica0/mb1/together_forward = together(%stage0/replica0/mb0/forward:0, %stage0/replica0/mb1/forward:0)
-        | {micro_batch=1, replica=0, stage=0} -> (float32[2,4], float32[3,4])
-        %stage1/replica0/mb0/forward = forward(%stage0/replica0/mb1/together_forward:0)
-        | {micro_batch=0, replica=0, stage=1} -> (float32[])
-        %stage1/replica0/mb1/forward = forward(%stage0/replica0/mb1/together_forward:1)
-        | {micro_batch=1, replica=0, stage=1} -> (float32[])
+        %stage0/replica0/mb0/forward = forward() {place} -> (float32[2,4])
+        %stage0/replica0/mb1/forward = forward() {place} -> (float32[3,4])
+        %stage0/replica0/mb1/together_forward = together(%stage0/replica0/mb0/forward:0,
+        | %stage0/replica0/mb1/forward:0) {place} -> (float32[2,4], float32[3,4])
+        %stage1/replica0/mb0/forward = forward(%stage0/replica0/mb1/together_forward:0) {place} -> (float32[])
+        %stage1/replica0/mb1/forward = forward(%stage0/replica0/mb1/together_forward:1) {place} -> (float32[])
     """
     name = "exchange/stage0_to_stage1/mb0-1/forward"
     ends = "{dtypes=['float32'], header=False, ranks=[0, 1], source=[%s], to=[%s]}"
     assert_graph(
         Project(((0,), (1,)), 0)(graph(together)),
         f"""
-        %stage0/replica0/mb0/forward = forward() {{micro_batch=0, replica=0, stage=0}} -> (float32[2,4])
-        %stage0/replica0/mb1/forward = forward() {{micro_batch=1, replica=0, stage=0}} -> (float32[3,4])
-        %stage0/replica0/mb1/together_forward = together(%stage0/replica0/mb0/forward:0, %stage0/replica0/mb1/forward:0)
-        | {{micro_batch=1, replica=0, stage=0}} -> (float32[2,4], float32[3,4])
+        %stage0/replica0/mb0/forward = forward() {{place}} -> (float32[2,4])
+        %stage0/replica0/mb1/forward = forward() {{place}} -> (float32[3,4])
+        %stage0/replica0/mb1/together_forward = together(%stage0/replica0/mb0/forward:0,
+        | %stage0/replica0/mb1/forward:0) {{place}} -> (float32[2,4], float32[3,4])
         %{name} = exchange(%stage0/replica0/mb1/together_forward:0, %stage0/replica0/mb1/together_forward:1)
         | {ends % ("", "1, 1")} -> (int64[])
         %tokens = collect_tokens(%{name}:0) -> (int64[])
@@ -244,8 +235,8 @@ def test_one_exchange_carries_what_travels_together() -> None:
         Project(((0,), (1,)), 1)(graph(together)),
         f"""
         %{name} = exchange() {ends % ("0, 0", "")} -> (float32[2,4], float32[3,4], int64[])
-        %stage1/replica0/mb0/forward = forward(%{name}:0) {{micro_batch=0, replica=0, stage=1}} -> (float32[])
-        %stage1/replica0/mb1/forward = forward(%{name}:1) {{micro_batch=1, replica=0, stage=1}} -> (float32[])
+        %stage1/replica0/mb0/forward = forward(%{name}:0) {{place}} -> (float32[])
+        %stage1/replica0/mb1/forward = forward(%{name}:1) {{place}} -> (float32[])
         %tokens = collect_tokens(%{name}:2) -> (int64[])
         outputs %tokens:0
         """,
@@ -255,8 +246,8 @@ def test_one_exchange_carries_what_travels_together() -> None:
 # --- shapes that do not follow from the number of elements
 
 CROSSING = """
-    %stage0/replica0/mb0/forward = forward() {{micro_batch=0, replica=0, stage=0}} -> ({types})
-    %stage1/replica0/mb0/forward = forward({values}) {{micro_batch=0, replica=0, stage=1}}
+    %stage0/replica0/mb0/forward = forward() {{place}} -> ({types})
+    %stage1/replica0/mb0/forward = forward({values}) {{place}}
 """
 
 

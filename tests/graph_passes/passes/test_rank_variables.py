@@ -29,17 +29,16 @@ def test_replicas_of_a_stage_have_no_copies_of_its_variables() -> None:
     assert_graph(
         on_ranks(
             """
-            %stage0/replica0/mb0/forward = forward() {function='stage0/forward', micro_batch=0, replica=0, stage=0}
-            %stage0/replica1/refresh = refresh() {replica=1, stage=0, variables=['w']}
-            %stage0/replica1/mb0/forward = forward() {function='stage0/forward', micro_batch=0, replica=1, stage=0}
-            | ^%stage0/replica1/refresh 'refresh: copies' ^%stage0/replica0/mb0/forward 'order: kept'
+            %stage0/replica0/mb0/forward = forward() {call}
+            %stage0/replica1/refresh = refresh() {place, variables=['w']}
+            %stage0/replica1/mb0/forward = forward() {call} ^%stage0/replica1/refresh 'refresh: copies'
+            | ^%stage0/replica0/mb0/forward 'order: kept'
             """,
             *PLAIN,
         ),
         """
-        %stage0/replica0/mb0/forward = forward() {function='stage0/forward', micro_batch=0, replica=0, stage=0}
-        %stage0/replica1/mb0/forward = forward() {function='stage0/forward', micro_batch=0, replica=1, stage=0}
-        | ^%stage0/replica0/mb0/forward 'order: kept'
+        %stage0/replica0/mb0/forward = forward() {call}
+        %stage0/replica1/mb0/forward = forward() {call} ^%stage0/replica0/mb0/forward 'order: kept'
         """,
     )
 
@@ -49,17 +48,17 @@ def test_variables_of_another_stage_are_read_there_and_written_ones_are_copied()
     assert_graph(
         on_ranks(
             """
-            %stage0/replica0/mb0/forward = forward() {function='stage0/forward', micro_batch=0, replica=0, stage=0}
-            %stage1/replica0/refresh = refresh() {replica=0, stage=1, variables=['n', 't']}
-            %stage1/replica1/refresh = refresh() {replica=1, stage=1, variables=['n', 't']}
+            %stage0/replica0/mb0/forward = forward() {call}
+            %stage1/replica0/refresh = refresh() {place, variables=['n', 't']}
+            %stage1/replica1/refresh = refresh() {place, variables=['n', 't']}
             """,
             *TIED,
         ),
         """
-        %stage0/read_variable/t = read_variable() {replica=0, stage=0, variables=['t']} -> (float32[9])
-        %stage0/replica0/mb0/forward = forward() {function='stage0/forward', micro_batch=0, replica=0, stage=0}
-        %stage1/replica0/refresh = refresh(%stage0/read_variable/t:0) {replica=0, stage=1, variables=['t', 'n']}
-        %stage1/replica1/refresh = refresh(%stage0/read_variable/t:0) {replica=1, stage=1, variables=['t', 'n']}
+        %stage0/read_variable/t = read_variable() {place, variables=['t']} -> (float32[9])
+        %stage0/replica0/mb0/forward = forward() {call}
+        %stage1/replica0/refresh = refresh(%stage0/read_variable/t:0) {place, variables=['t', 'n']}
+        %stage1/replica1/refresh = refresh(%stage0/read_variable/t:0) {place, variables=['t', 'n']}
         """,
     )
 
@@ -69,19 +68,17 @@ def test_another_stage_of_the_same_ranks_has_no_copies_but_of_what_is_written() 
     assert_graph(
         on_ranks(
             """
-            %stage0/replica0/mb0/forward = forward() {function='stage0/forward', micro_batch=0, replica=0, stage=0}
-            %stage1/replica0/refresh = refresh() {replica=0, stage=1, variables=['t', 'n']}
-            %stage1/replica0/mb0/forward = forward() {function='stage1/forward', micro_batch=0, replica=0, stage=1}
-            | ^%stage1/replica0/refresh 'refresh: copies'
+            %stage0/replica0/mb0/forward = forward() {call}
+            %stage1/replica0/refresh = refresh() {place, variables=['t', 'n']}
+            %stage1/replica0/mb0/forward = forward() {call} ^%stage1/replica0/refresh 'refresh: copies'
             """,
             *TIED,
             ranks=((1,), (1,)),
         ),
         """
-        %stage0/replica0/mb0/forward = forward() {function='stage0/forward', micro_batch=0, replica=0, stage=0}
-        %stage1/replica0/refresh = refresh() {replica=0, stage=1, variables=['n']}
-        %stage1/replica0/mb0/forward = forward() {function='stage1/forward', micro_batch=0, replica=0, stage=1}
-        | ^%stage1/replica0/refresh 'refresh: copies'
+        %stage0/replica0/mb0/forward = forward() {call}
+        %stage1/replica0/refresh = refresh() {place, variables=['n']}
+        %stage1/replica0/mb0/forward = forward() {call} ^%stage1/replica0/refresh 'refresh: copies'
         """,
     )
 
@@ -90,31 +87,31 @@ def test_the_state_of_replicas_is_averaged_before_it_is_committed() -> None:
     assert_graph(
         on_ranks(
             """
-            %stage1/replica0/mb0/forward = forward() {function='stage1/forward', micro_batch=0, replica=0, stage=1}
-            %stage1/replica1/mb0/forward = forward() {function='stage1/forward', micro_batch=0, replica=1, stage=1}
-            %stage1/replica0/mb1/forward = forward() {function='stage1/forward', micro_batch=1, replica=0, stage=1}
+            %stage1/replica0/mb0/forward = forward() {call}
+            %stage1/replica1/mb0/forward = forward() {call}
+            %stage1/replica0/mb1/forward = forward() {call}
             %begin = set_updating() {updating=True}
-            %stage1/commit = commit() {replica=0, replicas=2, stage=1, variables=['n', 'w']}
+            %stage1/commit = commit() {place, replicas=2, variables=['n', 'w']}
             | ^%stage1/replica0/mb0/forward 'commit: written' ^%stage1/replica1/mb0/forward 'commit: written'
             | ^%stage1/replica0/mb1/forward 'commit: written' ^%begin 'barrier: begun'
             """,
             *TIED,
         ),
         """
-        %stage1/replica0/mb0/forward = forward() {function='stage1/forward', micro_batch=0, replica=0, stage=1}
-        %stage1/replica1/mb0/forward = forward() {function='stage1/forward', micro_batch=0, replica=1, stage=1}
-        %stage1/replica0/mb1/forward = forward() {function='stage1/forward', micro_batch=1, replica=0, stage=1}
+        %stage1/replica0/mb0/forward = forward() {call}
+        %stage1/replica1/mb0/forward = forward() {call}
+        %stage1/replica0/mb1/forward = forward() {call}
         %begin = set_updating() {updating=True}
-        %stage1/replica0/read_state = read_state() {replica=0, stage=1, variables=['n', 'w']} -> (int64[], float32[4])
+        %stage1/replica0/read_state = read_state() {place, variables=['n', 'w']} -> (int64[], float32[4])
         | ^%stage1/replica0/mb0/forward 'state: every forward has written its copy'
         | ^%stage1/replica0/mb1/forward 'state: every forward has written its copy'
-        %stage1/replica1/read_state = read_state() {replica=1, stage=1, variables=['n', 'w']} -> (int64[], float32[4])
+        %stage1/replica1/read_state = read_state() {place, variables=['n', 'w']} -> (int64[], float32[4])
         | ^%stage1/replica1/mb0/forward 'state: every forward has written its copy'
         %stage1/merge_state = merge_state(%stage1/replica0/read_state:0, %stage1/replica0/read_state:1,
-        | %stage1/replica1/read_state:0, %stage1/replica1/read_state:1)
-        | {replica=0, replicas=2, stage=1, variables=['n', 'w']} -> (int64[], float32[4])
+        | %stage1/replica1/read_state:0, %stage1/replica1/read_state:1) {place, replicas=2, variables=['n', 'w']}
+        | -> (int64[], float32[4])
         %stage1/commit = commit(%stage1/merge_state:0, %stage1/merge_state:1)
-        | {replica=0, replicas=2, stage=1, variables=['n', 'w']} ^%begin 'barrier: begun'
+        | {place, replicas=2, variables=['n', 'w']} ^%begin 'barrier: begun'
         """,
     )
 
@@ -122,8 +119,8 @@ def test_the_state_of_replicas_is_averaged_before_it_is_committed() -> None:
 def test_the_barrier_waits_until_the_state_of_replicas_is_averaged() -> None:
     """If a sum fails, no variable may have changed; a stage of one replica has nothing to average."""
     before = """
-        %stage0/commit = commit() {replica=0, replicas=1, stage=0, variables=['m']}
-        %stage1/commit = commit() {replica=0, replicas=2, stage=1, variables=['n']}
+        %stage0/commit = commit() {place, replicas=1, variables=['m']}
+        %stage1/commit = commit() {place, replicas=2, variables=['n']}
         %update/barrier = barrier()
     """
     barrier = on_ranks(before, *TIED).node("update/barrier")
@@ -134,9 +131,8 @@ def test_the_barrier_waits_until_the_state_of_replicas_is_averaged() -> None:
 
 def test_the_state_of_a_single_replica_is_not_averaged() -> None:
     before = """
-        %stage1/replica0/mb0/forward = forward() {function='stage1/forward', micro_batch=0, replica=0, stage=1}
-        %stage1/commit = commit() {replica=0, replicas=1, stage=1, variables=['n']}
-        | ^%stage1/replica0/mb0/forward 'commit: written'
+        %stage1/replica0/mb0/forward = forward() {call}
+        %stage1/commit = commit() {place, replicas=1, variables=['n']} ^%stage1/replica0/mb0/forward 'commit: written'
     """
     assert_graph(on_ranks(before, *TIED), before)
 
@@ -149,11 +145,9 @@ def test_state_written_once_a_step_is_read_after_it_and_committed_by_each_rank()
         function("stage0/backward"),
     )
     before = """
-        %stage0/replica0/refresh = refresh() {replica=0, stage=0, variables=['n']}
-        %stage0/replica0/run_once = run_once() {function='stage0/run_once', replica=0, stage=0}
-        | ^%stage0/replica0/refresh 'refresh: copies'
-        %stage0/commit_once = commit() {replica=0, replicas=1, stage=0, variables=['n']}
-        | ^%stage0/replica0/run_once 'commit: written'
+        %stage0/replica0/refresh = refresh() {place, variables=['n']}
+        %stage0/replica0/run_once = run_once() {call} ^%stage0/replica0/refresh 'refresh: copies'
+        %stage0/commit_once = commit() {place, replicas=1, variables=['n']} ^%stage0/replica0/run_once 'commit: written'
     """
     assert_graph(on_ranks(before, *functions), before)
 

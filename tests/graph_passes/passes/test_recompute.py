@@ -14,16 +14,11 @@ from tests.graph_passes.builders import graph, refused
 
 FORWARD = """
     function stage0/forward
-    takes boundary float32[?,4] 'h'
-    takes variable resource[] 'w'
-    takes variable resource[] 'v'
-    gives loss float32[] 'loss'
-    gives stash {stash}
-      graph stage0/forward
-      inputs %boundary/0 %variable/1 %variable/2
-      %boundary/0 = boundary() {{port='h'}} -> (float32[?,4])
-      %variable/1 = variable() {{port='w'}} -> (resource[])
-      %variable/2 = variable() {{port='v'}} -> (resource[])
+    takes boundary float32[?,4] 'h' as %boundary/0
+    takes variable resource[] 'w' as %variable/1
+    takes variable resource[] 'v' as %variable/2
+    gives loss float32[] 'loss' from %loss:0
+    {stash}
       %r = ReadVariableOp(%variable/1:0) -> (float32[4,4]) !read
       %p = MatMul(%boundary/0:0, %r:0) -> (float32[?,4])
       %a = Tanh(%p:0) -> (float32[?,4])
@@ -31,31 +26,23 @@ FORWARD = """
       %y = MatMul(%a:0, %s:0) -> (float32[?,4])
       %loss = L2Loss(%y:0) -> (float32[])
       %size = Shape(%y:0) -> (int32[2])
-      outputs %loss:0 {values}
       end
 """
 KEPT = FORWARD.format(
-    stash="float32[?,4] '%a:0'\n gives stash float32[?,4] '%y:0'\n gives stash int32[2] '%size:0'",
-    values="%a:0 %y:0 %size:0",
+    stash="""gives stash float32[?,4] '%a:0' from %a:0
+    gives stash float32[?,4] '%y:0' from %y:0
+    gives stash int32[2] '%size:0' from %size:0"""
 )
 BACKWARD = """
     function stage0/backward
-    takes boundary float32[?,4] 'h'
-    takes seed float32[] 'loss'
-    takes stash float32[?,4] '%a:0'
-    takes stash float32[?,4] '%y:0'
-    takes stash int32[2] '%size:0'
-    takes variable resource[] 'v'
-    gives variable float32[4,4] 'w'
-    gives variable float32[4,4] 'v'
-      graph stage0/backward
-      inputs %boundary/0 %seed/1 %stash/2 %stash/3 %stash/4 %variable/5
-      %boundary/0 = boundary() {port='h'} -> (float32[?,4])
-      %seed/1 = seed() {port='loss'} -> (float32[])
-      %stash/2 = stash() {port='%a:0'} -> (float32[?,4])
-      %stash/3 = stash() {port='%y:0'} -> (float32[?,4])
-      %stash/4 = stash() {port='%size:0'} -> (int32[2])
-      %variable/5 = variable() {port='v'} -> (resource[])
+    takes boundary float32[?,4] 'h' as %boundary/0
+    takes seed float32[] 'loss' as %seed/1
+    takes stash float32[?,4] '%a:0' as %stash/2
+    takes stash float32[?,4] '%y:0' as %stash/3
+    takes stash int32[2] '%size:0' as %stash/4
+    takes variable resource[] 'v' as %variable/5
+    gives variable float32[4,4] 'w' from %dw:0
+    gives variable float32[4,4] 'v' from %dv:0
       %s = ReadVariableOp(%variable/5:0) -> (float32[4,4]) !read
       %wide = Fill(%stash/4:0, %seed/1:0) -> (float32[?,4])
       %dy = Mul(%wide:0, %stash/3:0) -> (float32[?,4])
@@ -63,7 +50,6 @@ BACKWARD = """
       %dv = MatMul(%stash/2:0, %dy:0) {transpose_a=True} -> (float32[4,4])
       %dp = TanhGrad(%stash/2:0, %da:0) -> (float32[?,4])
       %dw = MatMul(%boundary/0:0, %dp:0) {transpose_a=True} -> (float32[4,4])
-      outputs %dw:0 %dv:0
       end
 """
 FIRST_LAYER, SECOND_LAYER = {"p", "a"}, {"y", "loss"}
@@ -85,23 +71,16 @@ def test_a_whole_stage_is_recomputed_from_its_inputs() -> None:
     """The size of a tensor is stashed; the inputs of the run wait for the first gradient."""
     assert_functions(
         recomputed(FIRST_LAYER | SECOND_LAYER),
-        FORWARD.format(stash="int32[2] '%size:0'", values="%size:0")
+        FORWARD.format(stash="gives stash int32[2] '%size:0' from %size:0")
         + """
         function stage0/backward
-        takes boundary float32[?,4] 'h'
-        takes seed float32[] 'loss'
-        takes stash int32[2] '%size:0'
-        takes variable resource[] 'v'
-        takes variable resource[] 'w'
-        gives variable float32[4,4] 'w'
-        gives variable float32[4,4] 'v'
-          graph stage0/backward
-          inputs %boundary/0 %seed/1 %stash/4 %variable/5 %variable/6
-          %boundary/0 = boundary() {port='h'} -> (float32[?,4])
-          %seed/1 = seed() {port='loss'} -> (float32[])
-          %stash/4 = stash() {port='%size:0'} -> (int32[2])
-          %variable/5 = variable() {port='v'} -> (resource[])
-          %variable/6 = variable() {port='w'} -> (resource[])
+        takes boundary float32[?,4] 'h' as %boundary/0
+        takes seed float32[] 'loss' as %seed/1
+        takes stash int32[2] '%size:0' as %stash/4
+        takes variable resource[] 'v' as %variable/5
+        takes variable resource[] 'w' as %variable/6
+        gives variable float32[4,4] 'w' from %dw:0
+        gives variable float32[4,4] 'v' from %dv:0
           %r = ReadVariableOp(%variable/6:0) -> (float32[4,4]) !read
           %wide = Fill(%stash/4:0, %seed/1:0) -> (float32[?,4])
           %recompute0/gate = IdentityN(%wide:0) {T=[dtype('float32')]} -> (float32[?,4])
@@ -116,7 +95,6 @@ def test_a_whole_stage_is_recomputed_from_its_inputs() -> None:
           %dv = MatMul(%a:0, %dy:0) {transpose_a=True} -> (float32[4,4])
           %dp = TanhGrad(%a:0, %da:0) -> (float32[?,4])
           %dw = MatMul(%boundary/0:0, %dp:0) {transpose_a=True} -> (float32[4,4])
-          outputs %dw:0 %dv:0
           end
         """,
     )
@@ -126,27 +104,19 @@ def test_a_layer_is_recomputed_when_its_gradients_are_there() -> None:
     assert_functions(
         recomputed(FIRST_LAYER),
         FORWARD.format(
-            stash="float32[?,4] '%y:0'\n gives stash int32[2] '%size:0'",
-            values="%y:0 %size:0",
+            stash="""gives stash float32[?,4] '%y:0' from %y:0
+            gives stash int32[2] '%size:0' from %size:0"""
         )
         + """
         function stage0/backward
-        takes boundary float32[?,4] 'h'
-        takes seed float32[] 'loss'
-        takes stash float32[?,4] '%y:0'
-        takes stash int32[2] '%size:0'
-        takes variable resource[] 'v'
-        takes variable resource[] 'w'
-        gives variable float32[4,4] 'w'
-        gives variable float32[4,4] 'v'
-          graph stage0/backward
-          inputs %boundary/0 %seed/1 %stash/3 %stash/4 %variable/5 %variable/6
-          %boundary/0 = boundary() {port='h'} -> (float32[?,4])
-          %seed/1 = seed() {port='loss'} -> (float32[])
-          %stash/3 = stash() {port='%y:0'} -> (float32[?,4])
-          %stash/4 = stash() {port='%size:0'} -> (int32[2])
-          %variable/5 = variable() {port='v'} -> (resource[])
-          %variable/6 = variable() {port='w'} -> (resource[])
+        takes boundary float32[?,4] 'h' as %boundary/0
+        takes seed float32[] 'loss' as %seed/1
+        takes stash float32[?,4] '%y:0' as %stash/3
+        takes stash int32[2] '%size:0' as %stash/4
+        takes variable resource[] 'v' as %variable/5
+        takes variable resource[] 'w' as %variable/6
+        gives variable float32[4,4] 'w' from %dw:0
+        gives variable float32[4,4] 'v' from %dv:0
           %r = ReadVariableOp(%variable/6:0) -> (float32[4,4]) !read
           %wide = Fill(%stash/4:0, %seed/1:0) -> (float32[?,4])
           %dy = Mul(%wide:0, %stash/3:0) -> (float32[?,4])
@@ -161,7 +131,6 @@ def test_a_layer_is_recomputed_when_its_gradients_are_there() -> None:
           %dv = MatMul(%a:0, %dy:0) {transpose_a=True} -> (float32[4,4])
           %dp = TanhGrad(%a:0, %da:0) -> (float32[?,4])
           %dw = MatMul(%boundary/0:0, %dp:0) {transpose_a=True} -> (float32[4,4])
-          outputs %dw:0 %dv:0
           end
         """,
     )
@@ -198,40 +167,26 @@ def test_consecutive_layers_of_a_stage_are_one_run(layers: list[int], runs: list
 def stage(forward: str, kept: str, backward: str) -> str:
     """Functions that take %h, return its gradient and the last node, and stash the values ``kept``."""
     last = forward.strip().splitlines()[-1].split(" = ")[0].strip()
-    gives = "".join(f"gives stash float32[?,4] '{value}'\n" for value in kept.split())
-    takes = gives.replace("gives", "takes")
-    inputs = "".join(f"%{i} = stash() {{port='{v}'}} -> (float32[?,4])\n" for i, v in _stashes(kept))
-    for number, value in _stashes(kept):
-        backward = backward.replace(value, f"%{number}:0")
+    gives = "".join(f"gives stash float32[?,4] '{value}' from {value}\n" for value in kept.split())
+    takes = ""
+    for number, value in enumerate(kept.split()):
+        takes += f"takes stash float32[?,4] '{value}' as %stash/{number}\n"
+        backward = backward.replace(value, f"%stash/{number}:0")
     return f"""
     function stage0/forward
-    takes boundary float32[?,4] 'h'
-    gives boundary float32[?,4] '{last}:0'
-    {gives}
-      graph stage0/forward
-      inputs %h
-      %h = boundary() {{port='h'}} -> (float32[?,4])
+    takes boundary float32[?,4] 'h' as %h
+    gives boundary float32[?,4] '{last}:0' from {last}:0
+    {gives.strip()}
       {_typed(forward)}
-      outputs {last}:0 {kept}
       end
     function stage0/backward
-    takes boundary float32[?,4] 'h'
-    takes gradient float32[?,4] '{last}:0'
-    {takes}
-    gives gradient float32[?,4] 'h'
-      graph stage0/backward
-      inputs %h %g {" ".join(f"%{i}" for i, _ in _stashes(kept))}
-      %h = boundary() {{port='h'}} -> (float32[?,4])
-      %g = gradient() {{port='{last}:0'}} -> (float32[?,4])
-      {inputs}
+    takes boundary float32[?,4] 'h' as %h
+    takes gradient float32[?,4] '{last}:0' as %g
+    {takes.strip()}
+    gives gradient float32[?,4] 'h' from %dh:0
       {_typed(backward)}
-      outputs %dh:0
       end
-    """.replace("\n    \n", "\n")
-
-
-def _stashes(kept: str) -> list[tuple[str, str]]:
-    return [(f"stash/{i}", value) for i, value in enumerate(kept.split())]
+    """
 
 
 def _typed(lines: str) -> str:
@@ -363,18 +318,14 @@ def test_forward_does_not_compute_what_it_no_longer_stashes() -> None:
 
 def recomputation_of(lines: str, kept: str, run: str) -> tuple[set[str], set[str], list[str]]:
     """For a forward of these lines: the nodes that the run recomputes, those repeated freely, and the stash."""
-    takes = ["arg float32[?,64] 'x'", "variable resource[] 'w'", "variable resource[] 'n'"]
     text = "\n".join(
         [
             "function stage0/forward",
-            *(f"takes {port}" for port in takes),
-            *(f"gives stash float32[?,64] '{value}'" for value in kept.split()),
-            "graph stage0/forward",
-            "inputs %x %w %n",
-            "%x = arg() {port='x'} -> (float32[?,64])",
-            *(f"%{name} = variable() {{port='{name}'}} -> (resource[])" for name in "wn"),
+            "takes arg float32[?,64] 'x' as %x",
+            "takes variable resource[] 'w' as %w",
+            "takes variable resource[] 'n' as %n",
+            *(f"gives stash float32[?,64] '{value}' from {value}" for value in kept.split()),
             lines,
-            f"outputs {kept}",
             "end",
         ]
     )

@@ -10,14 +10,14 @@ from dapple_tf.graph_passes.passes.round_gradients import Narrow, RoundGradients
 from tests.graph_passes.builders import assert_graph, graph
 
 SUMS = """
-    %stage0/forward = forward() {function='f', micro_batch=0, replica=0, stage=0}
-    %stage0/gradients = gradients() {replica=0, stage=0, variables=['u', 'w']} -> (float32[4], float32[2])
-    %stage1/gradients = gradients() {replica=0, stage=1, variables=['w']} -> (float32[2])
+    %stage0/forward = forward() {place, function='f', micro_batch=0}
+    %stage0/gradients = gradients() {place, variables=['u', 'w']} -> (float32[4], float32[2])
+    %stage1/gradients = gradients() {place, variables=['w']} -> (float32[2])
 """
 TIED = """
-    %stage0/tied_sum_0 = tied_sum({w0}, {w1}) {{replica=0, stage=0, variable='w'}} -> (float32[2])
-    %stage0/reduced_gradients = reduced_gradients({u}, %stage0/tied_sum_0:0)
-    | {{replica=0, stage=0, variables=['u', 'w']}} -> (float32[4], float32[2])
+    %stage0/tied_sum_0 = tied_sum({w0}, {w1}) {{place, variable='w'}} -> (float32[2])
+    %stage0/reduced_gradients = reduced_gradients({u}, %stage0/tied_sum_0:0) {{place, variables=['u', 'w']}}
+    | -> (float32[4], float32[2])
 """
 
 
@@ -30,9 +30,9 @@ def test_each_stage_s_part_of_a_sum_is_rounded_by_itself() -> None:
         RoundGradients(narrow)(graph(before)),
         f"""
         {SUMS}
-        %stage1/round = round(%stage1/gradients:0) {{dtypes=['half'], replica=0, stage=1}} -> (float32[2])
+        %stage1/round = round(%stage1/gradients:0) {{place, dtypes=['half']}} -> (float32[2])
         {tied}
-        %stage0/round = round(%stage0/gradients:0) {{dtypes=['float16'], replica=0, stage=0}} -> (float32[4])
+        %stage0/round = round(%stage0/gradients:0) {{place, dtypes=['float16']}} -> (float32[4])
         {reduced}
         """,
     )

@@ -17,13 +17,11 @@ SCHEDULE = parse_schedule("0F0+ 0F1 0B0 0B1; 1F0 1F1 1B0+ 1B1")
 # Stage 0 gives stage 1 a tensor, of which it keeps another one; the loss takes stage 1's forward.
 BOTH = "".join(
     """
-    %stage0/replica0/mbM/forward = forward() {micro_batch=M, replica=0, stage=0} -> (float32[], float32[2])
-    %stage1/replica0/mbM/forward = forward(%stage0/replica0/mbM/forward:0)
-    | {micro_batch=M, replica=0, stage=1} -> (float32[])
-    %stage1/replica0/mbM/backward = backward(%stage1/replica0/mbM/forward:0)
-    | {micro_batch=M, replica=0, stage=1} -> (float32[3])
-    %stage0/replica0/mbM/backward = backward(%stage0/replica0/mbM/forward:1, %stage1/replica0/mbM/backward:0)
-    | {micro_batch=M, replica=0, stage=0} -> (float32[])
+    %stage0/replica0/mbM/forward = forward() {place} -> (float32[], float32[2])
+    %stage1/replica0/mbM/forward = forward(%stage0/replica0/mbM/forward:0) {place} -> (float32[])
+    %stage1/replica0/mbM/backward = backward(%stage1/replica0/mbM/forward:0) {place} -> (float32[3])
+    %stage0/replica0/mbM/backward = backward(%stage0/replica0/mbM/forward:1, %stage1/replica0/mbM/backward:0) {place}
+    | -> (float32[])
     """.replace("M", m)
     for m in "01"
 )
@@ -33,27 +31,20 @@ def test_activations_and_gradients_travel_together() -> None:
     assert_graph(
         SendTogether(SCHEDULE)(graph(BOTH)),
         """
-        %stage0/replica0/mb0/forward = forward() {micro_batch=0, replica=0, stage=0} -> (float32[], float32[2])
-        %stage0/replica0/mb1/forward = forward() {micro_batch=1, replica=0, stage=0} -> (float32[], float32[2])
-        %stage0/replica0/mb1/together_forward = together(%stage0/replica0/mb0/forward:0, %stage0/replica0/mb1/forward:0)
-        | {micro_batch=1, replica=0, stage=0} -> (float32[], float32[])
-        %stage1/replica0/mb0/forward = forward(%stage0/replica0/mb1/together_forward:0)
-        | {micro_batch=0, replica=0, stage=1} -> (float32[])
-        %stage1/replica0/mb0/backward = backward(%stage1/replica0/mb0/forward:0)
-        | {micro_batch=0, replica=0, stage=1} -> (float32[3])
-        %stage1/replica0/mb1/forward = forward(%stage0/replica0/mb1/together_forward:1)
-        | {micro_batch=1, replica=0, stage=1} -> (float32[])
-        %stage1/replica0/mb1/backward = backward(%stage1/replica0/mb1/forward:0)
-        | {micro_batch=1, replica=0, stage=1} -> (float32[3])
+        %stage0/replica0/mb0/forward = forward() {place} -> (float32[], float32[2])
+        %stage0/replica0/mb1/forward = forward() {place} -> (float32[], float32[2])
+        %stage0/replica0/mb1/together_forward = together(%stage0/replica0/mb0/forward:0,
+        | %stage0/replica0/mb1/forward:0) {place} -> (float32[], float32[])
+        %stage1/replica0/mb0/forward = forward(%stage0/replica0/mb1/together_forward:0) {place} -> (float32[])
+        %stage1/replica0/mb0/backward = backward(%stage1/replica0/mb0/forward:0) {place} -> (float32[3])
+        %stage1/replica0/mb1/forward = forward(%stage0/replica0/mb1/together_forward:1) {place} -> (float32[])
+        %stage1/replica0/mb1/backward = backward(%stage1/replica0/mb1/forward:0) {place} -> (float32[3])
         %stage1/replica0/mb1/together_backward = together(%stage1/replica0/mb0/backward:0,
-        | %stage1/replica0/mb1/backward:0)
-        | {micro_batch=1, replica=0, stage=1} -> (float32[3], float32[3])
+        | %stage1/replica0/mb1/backward:0) {place} -> (float32[3], float32[3])
         %stage0/replica0/mb0/backward = backward(%stage0/replica0/mb0/forward:1,
-        | %stage1/replica0/mb1/together_backward:0)
-        | {micro_batch=0, replica=0, stage=0} -> (float32[])
+        | %stage1/replica0/mb1/together_backward:0) {place} -> (float32[])
         %stage0/replica0/mb1/backward = backward(%stage0/replica0/mb1/forward:1,
-        | %stage1/replica0/mb1/together_backward:1)
-        | {micro_batch=1, replica=0, stage=0} -> (float32[])
+        | %stage1/replica0/mb1/together_backward:1) {place} -> (float32[])
         """,
     )
 

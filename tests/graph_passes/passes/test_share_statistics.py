@@ -14,37 +14,29 @@ from tests.graph_passes.builders import assert_graph, calls, function, functions
 FORWARD = function("stage0/forward", "arg x, once %count:0 float32[], once %draw:0 int64[]", "loss loss")
 COUNT = """
     function stage0/run_once
-    takes arg float32[?,4] 'mask'
-    takes variable resource[] 'v'
-    takes variable resource[] 'seed'
-    gives once float32[] '%count:0'
-    gives once int64[] '%draw:0'
-      graph stage0/run_once
-      inputs %arg/0 %variable/1 %variable/2
-      %arg/0 = arg() {port='mask'} -> (float32[?,4])
-      %variable/1 = variable() {port='v'} -> (resource[])
-      %variable/2 = variable() {port='seed'} -> (resource[])
+    takes arg float32[?,4] 'mask' as %arg/0
+    takes variable resource[] 'v' as %variable/1
+    takes variable resource[] 'seed' as %variable/2
+    gives once float32[] '%count:0' from %count:0
+    gives once int64[] '%draw:0' from %draw:0
       %scale = ReadVariableOp(%variable/1:0) -> (float32[]) !read
       %sum = Sum(%arg/0:0) -> (float32[])
       %count = Mul(%sum:0, %scale:0) -> (float32[])
       %draw = ReadVariableOp(%variable/2:0) -> (int64[]) !read
       %next = Add(%draw:0) -> (int64[])
       %write = AssignVariableOp(%variable/2:0, %next:0) {writes=['seed']} !write
-      outputs %count:0 %draw:0
       end
 """
 TWO = """
     inputs %x %mask
     %x = input() -> (float32[?,4])
     %mask = input() -> (float32[?,4])
-    %stage0/replica0/run_once = run_once(%mask:0)
-    | {function='stage0/run_once', replica=0, stage=0} -> (float32[], int64[])
-    %stage0/replica0/mb0/forward = forward(%x:0, %stage0/replica0/run_once:0, %stage0/replica0/run_once:1)
-    | {function='stage0/forward', micro_batch=0, replica=0, stage=0} -> (float32[]) ^%stage0/replica0/run_once 'once'
-    %stage0/replica1/run_once = run_once(%mask:0)
-    | {function='stage0/run_once', replica=1, stage=0} -> (float32[], int64[])
-    %stage0/replica1/mb0/forward = forward(%x:0, %stage0/replica1/run_once:0, %stage0/replica1/run_once:1)
-    | {function='stage0/forward', micro_batch=0, replica=1, stage=0} -> (float32[]) ^%stage0/replica1/run_once 'once'
+    %stage0/replica0/run_once = run_once(%mask:0) {call} -> (float32[], int64[])
+    %stage0/replica0/mb0/forward = forward(%x:0, %stage0/replica0/run_once:0, %stage0/replica0/run_once:1) {call}
+    | -> (float32[]) ^%stage0/replica0/run_once 'once'
+    %stage0/replica1/run_once = run_once(%mask:0) {call} -> (float32[], int64[])
+    %stage0/replica1/mb0/forward = forward(%x:0, %stage0/replica1/run_once:0, %stage0/replica1/run_once:1) {call}
+    | -> (float32[]) ^%stage0/replica1/run_once 'once'
     %loss = merge(%stage0/replica0/mb0/forward:0, %stage0/replica1/mb0/forward:0) {kind='sum'} -> (float32[])
     outputs %loss:0
 """
@@ -62,16 +54,13 @@ def test_the_first_replica_computes_statistics_and_each_what_does_not_depend_on_
         inputs %x %mask
         %x = input() -> (float32[?,4])
         %mask = input() -> (float32[?,4])
-        %stage0/replica0/batch_statistics = run_once(%mask:0)
-        | {function='stage0/batch_statistics', replica=0, stage=0} -> (float32[])
-        %stage0/replica0/run_once = run_once() {function='stage0/run_once', replica=0, stage=0} -> (int64[])
+        %stage0/replica0/batch_statistics = run_once(%mask:0) {place, function='stage0/batch_statistics'} -> (float32[])
+        %stage0/replica0/run_once = run_once() {call} -> (int64[])
         %stage0/replica0/mb0/forward = forward(%x:0, %stage0/replica0/batch_statistics:0, %stage0/replica0/run_once:0)
-        | {function='stage0/forward', micro_batch=0, replica=0, stage=0} -> (float32[])
-        | ^%stage0/replica0/batch_statistics 'once' ^%stage0/replica0/run_once 'once'
-        %stage0/replica1/run_once = run_once() {function='stage0/run_once', replica=1, stage=0} -> (int64[])
+        | {call} -> (float32[]) ^%stage0/replica0/batch_statistics 'once' ^%stage0/replica0/run_once 'once'
+        %stage0/replica1/run_once = run_once() {call} -> (int64[])
         %stage0/replica1/mb0/forward = forward(%x:0, %stage0/replica0/batch_statistics:0, %stage0/replica1/run_once:0)
-        | {function='stage0/forward', micro_batch=0, replica=1, stage=0} -> (float32[])
-        | ^%stage0/replica1/run_once 'once'
+        | {call} -> (float32[]) ^%stage0/replica1/run_once 'once'
         %loss = merge(%stage0/replica0/mb0/forward:0, %stage0/replica1/mb0/forward:0) {kind='sum'} -> (float32[])
         outputs %loss:0
         """,
@@ -79,28 +68,19 @@ def test_the_first_replica_computes_statistics_and_each_what_does_not_depend_on_
     assert [f for f in result.functions if f.name != "stage0/forward"] == list(
         functions_of("""
     function stage0/run_once
-    takes variable resource[] 'seed'
-    gives once int64[] '%draw:0'
-      graph stage0/run_once
-      inputs %variable/0
-      %variable/0 = variable() {port='seed'} -> (resource[])
+    takes variable resource[] 'seed' as %variable/0
+    gives once int64[] '%draw:0' from %draw:0
       %draw = ReadVariableOp(%variable/0:0) -> (int64[]) !read
       %next = Add(%draw:0) -> (int64[])
       %write = AssignVariableOp(%variable/0:0, %next:0) {writes=['seed']} !write
-      outputs %draw:0
       end
     function stage0/batch_statistics
-    takes arg float32[?,4] 'mask'
-    takes variable resource[] 'v'
-    gives once float32[] '%count:0'
-      graph stage0/batch_statistics
-      inputs %arg/1 %variable/0
-      %arg/1 = arg() {port='mask'} -> (float32[?,4])
-      %variable/0 = variable() {port='v'} -> (resource[])
+    takes arg float32[?,4] 'mask' as %arg/1
+    takes variable resource[] 'v' as %variable/0
+    gives once float32[] '%count:0' from %count:0
       %scale = ReadVariableOp(%variable/0:0) -> (float32[]) !read
       %sum = Sum(%arg/1:0) -> (float32[])
       %count = Mul(%sum:0, %scale:0) -> (float32[])
-      outputs %count:0
       end
     """)
     )

@@ -23,23 +23,20 @@ BEFORE = """
     inputs %x
     %x = input() -> (float32[?,4])
     %batch/size = batch_size(%x:0) -> (int64[])
-    %stage0/replica0/mb0/slice = slice(%batch/size:0, %x:0)
-    | {micro_batch=0, micro_batches=1, replica=0, replicas=1, stage=0} -> (float64[], float32[?,4])
-    %stage0/replica0/mb0/forward = forward(%stage0/replica0/mb0/slice:1)
-    | {micro_batch=0, replica=0, stage=0} -> (float32[?,4], int32[2,?])
-    %stage1/replica0/mb0/forward = forward(%stage0/replica0/mb0/forward:0, %stage0/replica0/mb0/forward:1)
-    | {micro_batch=0, replica=0, stage=1} -> (float32[])
+    %stage0/replica0/mb0/slice = slice(%batch/size:0, %x:0) {place, micro_batches=1, replicas=1}
+    | -> (float64[], float32[?,4])
+    %stage0/replica0/mb0/forward = forward(%stage0/replica0/mb0/slice:1) {place} -> (float32[?,4], int32[2,?])
+    %stage1/replica0/mb0/forward = forward(%stage0/replica0/mb0/forward:0, %stage0/replica0/mb0/forward:1) {place}
+    | -> (float32[])
 """
 
 FIRST_TWICE = """
-    %stage0/replica0/mb0/slice = slice(%batch/size:0, %x:0)
-    | {micro_batch=0, micro_batches=1, replica=0, replicas=2, stage=0} -> (float64[], float32[?,4])
-    %stage0/replica1/mb0/slice = slice(%batch/size:0, %x:0)
-    | {micro_batch=0, micro_batches=1, replica=1, replicas=2, stage=0} -> (float64[], float32[?,4])
-    %stage0/replica0/mb0/forward = forward(%stage0/replica0/mb0/slice:1)
-    | {micro_batch=0, replica=0, stage=0} -> (float32[?,4], int32[2,?])
-    %stage0/replica1/mb0/forward = forward(%stage0/replica1/mb0/slice:1)
-    | {micro_batch=0, replica=1, stage=0} -> (float32[?,4], int32[2,?])
+    %stage0/replica0/mb0/slice = slice(%batch/size:0, %x:0) {place, micro_batches=1, replicas=2}
+    | -> (float64[], float32[?,4])
+    %stage0/replica1/mb0/slice = slice(%batch/size:0, %x:0) {place, micro_batches=1, replicas=2}
+    | -> (float64[], float32[?,4])
+    %stage0/replica0/mb0/forward = forward(%stage0/replica0/mb0/slice:1) {place} -> (float32[?,4], int32[2,?])
+    %stage0/replica1/mb0/forward = forward(%stage0/replica1/mb0/slice:1) {place} -> (float32[?,4], int32[2,?])
 """
 
 
@@ -57,10 +54,10 @@ def test_many_to_one_concatenates_each_tensor_on_its_batch_axis() -> None:
         {HEAD}
         {FIRST_TWICE}
         %stage1/replica0/mb0/concat_forward = concat(%stage0/replica0/mb0/forward:0, %stage0/replica1/mb0/forward:0,
-        | %stage0/replica0/mb0/forward:1, %stage0/replica1/mb0/forward:1)
-        | {{axes=[0, 1], micro_batch=0, pieces=2, replica=0, stage=1}} -> (float32[?,4], int32[2,?])
+        | %stage0/replica0/mb0/forward:1, %stage0/replica1/mb0/forward:1) {{place, axes=[0, 1], pieces=2}}
+        | -> (float32[?,4], int32[2,?])
         %stage1/replica0/mb0/forward = forward(%stage1/replica0/mb0/concat_forward:0,
-        | %stage1/replica0/mb0/concat_forward:1) {{micro_batch=0, replica=0, stage=1}} -> (float32[])
+        | %stage1/replica0/mb0/concat_forward:1) {{place}} -> (float32[])
         """,
     )
 
@@ -71,13 +68,12 @@ def test_one_to_many_splits_each_tensor_on_its_batch_axis() -> None:
         f"""
         {BEFORE[: BEFORE.index("%stage1")]}
         %stage0/replica0/mb0/split_forward = split(%batch/size:0, %stage0/replica0/mb0/forward:0,
-        | %stage0/replica0/mb0/forward:1)
-        | {{axes=[0, 1], micro_batch=0, micro_batches=1, of=2, receivers=[0, 1], replica=0, replicas=1, stage=0}}
+        | %stage0/replica0/mb0/forward:1) {{place, axes=[0, 1], micro_batches=1, of=2, receivers=[0, 1], replicas=1}}
         | -> (float32[?,4], float32[?,4], int32[2,?], int32[2,?])
         %stage1/replica0/mb0/forward = forward(%stage0/replica0/mb0/split_forward:0,
-        | %stage0/replica0/mb0/split_forward:2) {{micro_batch=0, replica=0, stage=1}} -> (float32[])
+        | %stage0/replica0/mb0/split_forward:2) {{place}} -> (float32[])
         %stage1/replica1/mb0/forward = forward(%stage0/replica0/mb0/split_forward:1,
-        | %stage0/replica0/mb0/split_forward:3) {{micro_batch=0, replica=1, stage=1}} -> (float32[])
+        | %stage0/replica0/mb0/split_forward:3) {{place}} -> (float32[])
         """,
     )
 
@@ -97,9 +93,8 @@ def test_each_replica_waits_for_what_it_runs_once_itself() -> None:
     text = """
         inputs %x
         %x = input() -> (float32[?,4])
-        %stage0/replica0/run_once = run_once(%x:0) {replica=0, stage=0}
-        %stage0/replica0/mb0/forward = forward(%x:0) {micro_batch=0, replica=0, stage=0} -> (float32[])
-        | ^%stage0/replica0/run_once "once"
+        %stage0/replica0/run_once = run_once(%x:0) {place}
+        %stage0/replica0/mb0/forward = forward(%x:0) {place} -> (float32[]) ^%stage0/replica0/run_once "once"
     """
     result = SplitConcat((3,))(calls(text))
     for replica in range(3):
@@ -114,9 +109,9 @@ def test_equal_counts_are_connected_one_to_one_without_extra_nodes() -> None:
         {HEAD}
         {FIRST_TWICE}
         %stage1/replica0/mb0/forward = forward(%stage0/replica0/mb0/forward:0, %stage0/replica0/mb0/forward:1)
-        | {{micro_batch=0, replica=0, stage=1}} -> (float32[])
+        | {{place}} -> (float32[])
         %stage1/replica1/mb0/forward = forward(%stage0/replica1/mb0/forward:0, %stage0/replica1/mb0/forward:1)
-        | {{micro_batch=0, replica=1, stage=1}} -> (float32[])
+        | {{place}} -> (float32[])
         """,
     )
 
@@ -161,14 +156,12 @@ CALLS = """
     inputs %x
     %x = input() -> (float32[?,4])
     %batch/size = batch_size(%x:0) -> (int64[])
-    %stage0/replica0/mb0/forward = forward(%x:0)
-    | {function='stage0/forward', micro_batch=0, replica=0, stage=0} -> (float32[?,4], float32[], int32[])
+    %stage0/replica0/mb0/forward = forward(%x:0) {call} -> (float32[?,4], float32[], int32[])
     %stage1/replica0/mb0/forward = forward(%stage0/replica0/mb0/forward:0, %stage0/replica0/mb0/forward:1,
-    | %stage0/replica0/mb0/forward:2) {function='stage1/forward', micro_batch=0, replica=0, stage=1} -> (float32[])
-    %stage1/replica0/mb0/backward = backward(%stage1/replica0/mb0/forward:0)
-    | {function='stage1/backward', micro_batch=0, replica=0, stage=1} -> (float32[?,4], float32[])
-    %stage0/replica0/mb0/backward = backward(%stage1/replica0/mb0/backward:0, %stage1/replica0/mb0/backward:1)
-    | {function='stage0/backward', micro_batch=0, replica=0, stage=0} -> (float32[4])
+    | %stage0/replica0/mb0/forward:2) {call} -> (float32[])
+    %stage1/replica0/mb0/backward = backward(%stage1/replica0/mb0/forward:0) {call} -> (float32[?,4], float32[])
+    %stage0/replica0/mb0/backward = backward(%stage1/replica0/mb0/backward:0, %stage1/replica0/mb0/backward:1) {call}
+    | -> (float32[4])
 """
 
 
@@ -178,25 +171,19 @@ def test_one_to_many_sends_shared_tensors_whole_and_adds_their_gradients() -> No
         f"""
         {CALLS[: CALLS.index("%stage1")]}
         %stage0/replica0/mb0/split_forward = split(%batch/size:0, %stage0/replica0/mb0/forward:0)
-        | {{axes=[0], micro_batch=0, micro_batches=1, of=2, receivers=[0, 1], replica=0, replicas=1, stage=0}}
-        | -> (float32[?,4], float32[?,4])
-        %stage1/replica0/mb0/forward = forward(%stage0/replica0/mb0/split_forward:0,
-        | %stage0/replica0/mb0/forward:1, %stage0/replica0/mb0/forward:2)
-        | {{function='stage1/forward', micro_batch=0, replica=0, stage=1}} -> (float32[])
-        %stage1/replica1/mb0/forward = forward(%stage0/replica0/mb0/split_forward:1,
-        | %stage0/replica0/mb0/forward:1, %stage0/replica0/mb0/forward:2)
-        | {{function='stage1/forward', micro_batch=0, replica=1, stage=1}} -> (float32[])
-        %stage1/replica0/mb0/backward = backward(%stage1/replica0/mb0/forward:0)
-        | {{function='stage1/backward', micro_batch=0, replica=0, stage=1}} -> (float32[?,4], float32[])
-        %stage1/replica1/mb0/backward = backward(%stage1/replica1/mb0/forward:0)
-        | {{function='stage1/backward', micro_batch=0, replica=1, stage=1}} -> (float32[?,4], float32[])
+        | {{place, axes=[0], micro_batches=1, of=2, receivers=[0, 1], replicas=1}} -> (float32[?,4], float32[?,4])
+        %stage1/replica0/mb0/forward = forward(%stage0/replica0/mb0/split_forward:0, %stage0/replica0/mb0/forward:1,
+        | %stage0/replica0/mb0/forward:2) {{call}} -> (float32[])
+        %stage1/replica1/mb0/forward = forward(%stage0/replica0/mb0/split_forward:1, %stage0/replica0/mb0/forward:1,
+        | %stage0/replica0/mb0/forward:2) {{call}} -> (float32[])
+        %stage1/replica0/mb0/backward = backward(%stage1/replica0/mb0/forward:0) {{call}} -> (float32[?,4], float32[])
+        %stage1/replica1/mb0/backward = backward(%stage1/replica1/mb0/forward:0) {{call}} -> (float32[?,4], float32[])
         %stage0/replica0/mb0/concat_backward = concat(%stage1/replica0/mb0/backward:0, %stage1/replica1/mb0/backward:0)
-        | {{axes=[0], micro_batch=0, pieces=2, replica=0, stage=0}} -> (float32[?,4])
+        | {{place, axes=[0], pieces=2}} -> (float32[?,4])
         %stage0/replica0/mb0/add_backward = add(%stage1/replica0/mb0/backward:1, %stage1/replica1/mb0/backward:1)
-        | {{micro_batch=0, pieces=2, replica=0, stage=0}} -> (float32[])
+        | {{place, pieces=2}} -> (float32[])
         %stage0/replica0/mb0/backward = backward(%stage0/replica0/mb0/concat_backward:0,
-        | %stage0/replica0/mb0/add_backward:0)
-        | {{function='stage0/backward', micro_batch=0, replica=0, stage=0}} -> (float32[4])
+        | %stage0/replica0/mb0/add_backward:0) {{call}} -> (float32[4])
         """,
     )
 
@@ -368,25 +355,25 @@ def test_shares_are_attributes_of_slices_splits_and_forwards() -> None:
         SplitConcat((2, 2), shares=((3, 1), ()))(calls(BEFORE)),
         f"""
         {HEAD}
-        %stage0/replica0/mb0/slice = slice(%batch/size:0, %x:0)
-        | {{micro_batch=0, micro_batches=1, replica=0, replicas=2, shares=[3, 1], stage=0}} -> (float64[], float32[?,4])
-        %stage0/replica1/mb0/slice = slice(%batch/size:0, %x:0)
-        | {{micro_batch=0, micro_batches=1, replica=1, replicas=2, shares=[3, 1], stage=0}} -> (float64[], float32[?,4])
-        %stage0/replica0/mb0/forward = forward(%stage0/replica0/mb0/slice:1)
-        | {{micro_batch=0, replica=0, shares=[3, 1], stage=0}} -> (float32[?,4], int32[2,?])
-        %stage0/replica1/mb0/forward = forward(%stage0/replica1/mb0/slice:1)
-        | {{micro_batch=0, replica=1, shares=[3, 1], stage=0}} -> (float32[?,4], int32[2,?])
+        %stage0/replica0/mb0/slice = slice(%batch/size:0, %x:0) {{place, micro_batches=1, replicas=2, shares=[3, 1]}}
+        | -> (float64[], float32[?,4])
+        %stage0/replica1/mb0/slice = slice(%batch/size:0, %x:0) {{place, micro_batches=1, replicas=2, shares=[3, 1]}}
+        | -> (float64[], float32[?,4])
+        %stage0/replica0/mb0/forward = forward(%stage0/replica0/mb0/slice:1) {{place, shares=[3, 1]}}
+        | -> (float32[?,4], int32[2,?])
+        %stage0/replica1/mb0/forward = forward(%stage0/replica1/mb0/slice:1) {{place, shares=[3, 1]}}
+        | -> (float32[?,4], int32[2,?])
         %stage0/replica0/mb0/split_forward = split(%batch/size:0, %stage0/replica0/mb0/forward:0,
-        | %stage0/replica0/mb0/forward:1) {{axes=[0, 1], micro_batch=0, micro_batches=1, of=2, receivers=[0, 1],
-        | replica=0, replicas=2, shares=[3, 1], stage=0}}
+        | %stage0/replica0/mb0/forward:1)
+        | {{place, axes=[0, 1], micro_batches=1, of=2, receivers=[0, 1], replicas=2, shares=[3, 1]}}
         | -> (float32[?,4], float32[?,4], int32[2,?], int32[2,?])
         %stage1/replica0/mb0/forward = forward(%stage0/replica0/mb0/split_forward:0,
-        | %stage0/replica0/mb0/split_forward:2) {{micro_batch=0, replica=0, stage=1}} -> (float32[])
+        | %stage0/replica0/mb0/split_forward:2) {{place}} -> (float32[])
         %stage1/replica1/mb0/concat_forward = concat(%stage0/replica0/mb0/split_forward:1,
         | %stage0/replica1/mb0/forward:0, %stage0/replica0/mb0/split_forward:3, %stage0/replica1/mb0/forward:1)
-        | {{axes=[0, 1], micro_batch=0, pieces=2, replica=1, stage=1}} -> (float32[?,4], int32[2,?])
+        | {{place, axes=[0, 1], pieces=2}} -> (float32[?,4], int32[2,?])
         %stage1/replica1/mb0/forward = forward(%stage1/replica1/mb0/concat_forward:0,
-        | %stage1/replica1/mb0/concat_forward:1) {{micro_batch=0, replica=1, stage=1}} -> (float32[])
+        | %stage1/replica1/mb0/concat_forward:1) {{place}} -> (float32[])
         """,
     )
 

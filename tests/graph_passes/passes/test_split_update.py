@@ -54,12 +54,8 @@ def test_each_variable_is_updated_by_the_stage_that_owns_it() -> None:
         updates.stages[0][1],
         """
         function stage0/update
-        takes gradient float32[4] 'w'
-        takes variable resource[] 'w'
-          graph stage0/update
-          inputs %gradient/1 %variable/0
-          %gradient/1 = gradient() {port='w'} -> (float32[4])
-          %variable/0 = variable() {port='w'} -> (resource[])
+        takes gradient float32[4] 'w' as %gradient/1
+        takes variable resource[] 'w' as %variable/0
           %uw = AssignSubVariableOp(%variable/0:0, %gradient/1:0) {writes=['w']} !write
           end
         """,
@@ -87,10 +83,7 @@ def test_a_counter_that_every_update_reads_steps_once_after_them() -> None:
         updates.after,
         """
         function optimizer/after
-        takes variable resource[] 'step'
-          graph optimizer/after
-          inputs %variable/0
-          %variable/0 = variable() {port='step'} -> (resource[])
+        takes variable resource[] 'step' as %variable/0
           %one = Const() -> (int64[])
           %tick = AssignAddVariableOp(%variable/0:0, %one:0) {writes=['step']} !write
           end
@@ -232,7 +225,6 @@ def test_terms_that_take_the_result_of_a_write_belong_to_the_next_round() -> Non
         """
     )
     assert ports(updates.before, outputs=True) == [("combined", "%tick:0")]
-    assert updates.later is not None
     assert [(s, roles(f), ops(f)) for s, f in updates.later.terms] == [
         (Site(0), [("gradient", "w"), ("combined", "%tick:0")], ["nw"]),
         (Site(1), [("gradient", "v"), ("combined", "%tick:0")], ["nv"]),
@@ -273,7 +265,6 @@ def test_a_result_of_the_updated_variables_of_several_stages_is_computed_after_t
     updates = cut_updates(update.replace(outputs=(Value("both"), Value("nw"))), OWNER)
     assert updates.returned == (("combined", "%both:0"), ("combined", "%nw:0"))
     assert [ops(f) for _, f in updates.stages] == [["uw"], ["uv"]]
-    assert updates.later is not None
     assert [f.name for f in updates.later.functions] == [
         "round1/stage0/update_terms",
         "round1/stage1/update_terms",
@@ -296,7 +287,6 @@ def test_terms_that_read_what_forward_writes_are_computed_when_it_is_written() -
         update.replace(outputs=(Value("rs"), Value("both"))), {**OWNER, "slot": Site(1)}, {}, {"slot"}
     )
     assert ops(updates.stages[1][1]) == ["rs", "uv"] or ops(updates.stages[1][1]) == ["uv", "rs"]
-    assert updates.later is not None
     assert [ops(f) for f in updates.later.functions] == [["rw"], ["rs"], ["both"]]
 
 
@@ -314,7 +304,6 @@ def test_an_average_of_a_weight_of_another_stage_follows_it_in_the_next_round() 
     assert [(s, ops(f)) for s, f in updates.stages] == [(Site(0), ["uw"])]
     assert (updates.terms, updates.combine, updates.after) == ((), None, None)
     later = updates.later
-    assert later is not None
     assert [(s, f.name, ops(f)) for s, f in later.terms] == [(Site(0), "round1/stage0/update_terms", ["rw"])]
     assert later.combine is None  # what only one stage needs goes there alone
     assert [(s, f.name, roles(f), ops(f)) for s, f in later.stages] == [
@@ -333,7 +322,6 @@ def test_an_old_value_that_a_later_round_needs_is_kept_where_it_is_read() -> Non
         """
     )
     assert ports(updates.stages[0][1], outputs=True) == [("partial", "%old:0")]
-    assert updates.later is not None
     assert [(roles(f), ops(f)) for _, f in updates.later.terms] == [
         ([("variable", "w"), ("partial", "%old:0")], ["rw", "moved"])
     ]
@@ -586,6 +574,5 @@ def test_a_variable_that_two_stages_give_values_to_is_written_by_all() -> None:
         %b = AssignAddVariableOp(%slot:0, %rv:0) {writes=['slot']} !write ^%a 'auto'
         """
     )
-    assert updates.later is not None
     assert [(s, ops(f)) for s, f in updates.later.terms] == [(Site(0), ["rw"]), (Site(1), ["rv"])]
     assert ops(updates.later.after) == ["a", "b"]

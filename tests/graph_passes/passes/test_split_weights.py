@@ -15,17 +15,12 @@ from tests.graph_passes.builders import calls, function, functions_of, graph
 # y = reshape(h) @ w + b of a stage that is sent h: what comes back for y is needed for h, for w, and is b's.
 DENSE = """
     function stage1/backward
-    takes boundary float32[?,2,2] '%h:0'
-    takes gradient float32[?,4] '%y:0'
-    takes variable resource[] 'w'
-    gives gradient float32[?,2,2] '%h:0'
-    gives variable float32[4] 'b'
-    gives variable float32[4,4] 'w'
-      graph stage1/backward
-      inputs %boundary/0 %gradient/0 %variable/0
-      %boundary/0 = boundary() {port='%h:0'} -> (float32[?,2,2])
-      %gradient/0 = gradient() {port='%y:0'} -> (float32[?,4])
-      %variable/0 = variable() {port='w'} -> (resource[])
+    takes boundary float32[?,2,2] '%h:0' as %boundary/0
+    takes gradient float32[?,4] '%y:0' as %gradient/0
+    takes variable resource[] 'w' as %variable/0
+    gives gradient float32[?,2,2] '%h:0' from %dh:0
+    gives variable float32[4] 'b' from %db:0
+    gives variable float32[4,4] 'w' from %dw:0
       %flat = Const() -> (int32[2])
       %x = Reshape(%boundary/0:0, %flat:0) -> (float32[?,4])
       %dy = Neg(%gradient/0:0) -> (float32[?,4])
@@ -36,7 +31,6 @@ DENSE = """
       %dh = Reshape(%dx:0, %flat:0) -> (float32[?,2,2])
       %square = MatMul(%x:0, %mixed:0) {transpose_a=True} -> (float32[4,4])
       %dw = Mul(%square:0, %r:0) -> (float32[4,4])
-      outputs %dh:0 %db:0 %dw:0
       end
 """
 
@@ -59,17 +53,12 @@ def test_values_that_both_parts_need_are_carried_except_views_and_reads() -> Non
         split(DENSE),
         """
         function stage1/inputs
-        takes boundary float32[?,2,2] '%h:0'
-        takes gradient float32[?,4] '%y:0'
-        takes variable resource[] 'w'
-        gives gradient float32[?,2,2] '%h:0'
-        gives carry float32[?,4] '%dy:0'
-        gives carry float32[?,4] '%mixed:0'
-          graph stage1/inputs
-          inputs %boundary/0 %gradient/1 %variable/2
-          %boundary/0 = boundary() {port='%h:0'} -> (float32[?,2,2])
-          %gradient/1 = gradient() {port='%y:0'} -> (float32[?,4])
-          %variable/2 = variable() {port='w'} -> (resource[])
+        takes boundary float32[?,2,2] '%h:0' as %boundary/0
+        takes gradient float32[?,4] '%y:0' as %gradient/1
+        takes variable resource[] 'w' as %variable/2
+        gives gradient float32[?,2,2] '%h:0' from %dh:0
+        gives carry float32[?,4] '%dy:0' from %dy:0
+        gives carry float32[?,4] '%mixed:0' from %mixed:0
           %flat = Const() -> (int32[2])
           %x = Reshape(%boundary/0:0, %flat:0) -> (float32[?,4])
           %dy = Neg(%gradient/1:0) -> (float32[?,4])
@@ -77,28 +66,20 @@ def test_values_that_both_parts_need_are_carried_except_views_and_reads() -> Non
           %mixed = Mul(%dy:0, %x:0) -> (float32[?,4])
           %dx = MatMul(%mixed:0, %r:0) {transpose_b=True} -> (float32[?,4])
           %dh = Reshape(%dx:0, %flat:0) -> (float32[?,2,2])
-          outputs %dh:0 %dy:0 %mixed:0
           end
         function stage1/weights
-        takes boundary float32[?,2,2] '%h:0'
-        takes carry float32[?,4] '%dy:0'
-        takes carry float32[?,4] '%mixed:0'
-        takes variable resource[] 'w'
-        gives variable float32[4] 'b'
-        gives variable float32[4,4] 'w'
-          graph stage1/weights
-          inputs %boundary/0 %carry/1 %carry/3 %variable/2
-          %boundary/0 = boundary() {port='%h:0'} -> (float32[?,2,2])
-          %carry/1 = carry() {port='%dy:0'} -> (float32[?,4])
-          %carry/3 = carry() {port='%mixed:0'} -> (float32[?,4])
-          %variable/2 = variable() {port='w'} -> (resource[])
+        takes boundary float32[?,2,2] '%h:0' as %boundary/0
+        takes carry float32[?,4] '%dy:0' as %carry/1
+        takes carry float32[?,4] '%mixed:0' as %carry/3
+        takes variable resource[] 'w' as %variable/2
+        gives variable float32[4] 'b' from %db:0
+        gives variable float32[4,4] 'w' from %dw:0
           %flat = Const() -> (int32[2])
           %x = Reshape(%boundary/0:0, %flat:0) -> (float32[?,4])
           %db = Sum(%carry/1:0) -> (float32[4])
           %r = ReadVariableOp(%variable/2:0) -> (float32[4,4]) !read
           %square = MatMul(%x:0, %carry/3:0) {transpose_a=True} -> (float32[4,4])
           %dw = Mul(%square:0, %r:0) -> (float32[4,4])
-          outputs %db:0 %dw:0
           end
         """,
     )
@@ -107,15 +88,10 @@ def test_values_that_both_parts_need_are_carried_except_views_and_reads() -> Non
 def test_a_stage_without_gradients_of_inputs_has_its_whole_backward_in_the_weights_part() -> None:
     text = """
         function stage0/backward
-        takes arg float32[?,4] 'x'
-        takes gradient float32[?,4] '%y:0'
-        gives variable float32[4,4] 'w'
-          graph stage0/backward
-          inputs %arg/0 %gradient/1
-          %arg/0 = arg() {port='x'} -> (float32[?,4])
-          %gradient/1 = gradient() {port='%y:0'} -> (float32[?,4])
+        takes arg float32[?,4] 'x' as %arg/0
+        takes gradient float32[?,4] '%y:0' as %gradient/1
+        gives variable float32[4,4] 'w' from %dw:0
           %dw = MatMul(%arg/0:0, %gradient/1:0) {transpose_a=True} -> (float32[4,4])
-          outputs %dw:0
           end
     """
     nothing = "function stage0/inputs\n  graph stage0/inputs\n  end\n"
@@ -126,15 +102,11 @@ def test_a_gradient_that_is_also_sent_is_carried_and_a_received_one_is_an_input_
     first, second = split(
         """
         function stage1/backward
-        takes gradient float32[?,4] '%y:0'
-        gives gradient float32[?,4] '%h:0'
-        gives variable float32[?,4] 'v'
-        gives variable float32[?,4] 'w'
-          graph stage1/backward
-          inputs %gradient/0
-          %gradient/0 = gradient() {port='%y:0'} -> (float32[?,4])
+        takes gradient float32[?,4] '%y:0' as %gradient/0
+        gives gradient float32[?,4] '%h:0' from %both:0
+        gives variable float32[?,4] 'v' from %gradient/0:0
+        gives variable float32[?,4] 'w' from %both:0
           %both = Neg(%gradient/0:0) -> (float32[?,4])
-          outputs %both:0 %gradient/0:0 %both:0
           end
         """
     )
@@ -146,19 +118,14 @@ def test_a_gradient_that_is_also_sent_is_carried_and_a_received_one_is_an_input_
 
 ACTING = """
     function stage1/backward
-    takes gradient float32[?,4] '%y:0'
-    takes variable resource[] 'n'
-    gives gradient float32[?,4] '%h:0'
-    gives variable float32[?,4] 'w'
-      graph stage1/backward
-      inputs %gradient/0 %variable/0
-      %gradient/0 = gradient() {port='%y:0'} -> (float32[?,4])
-      %variable/0 = variable() {port='n'} -> (resource[])
+    takes gradient float32[?,4] '%y:0' as %gradient/0
+    takes variable resource[] 'n' as %variable/0
+    gives gradient float32[?,4] '%h:0' from %dh:0
+    gives variable float32[?,4] 'w' from %dw:0
       %dh = Neg(%gradient/0:0) -> (float32[?,4])
       %g = Exp(%gradient/0:0) -> (float32[?,4])
       ACT
       %dw = Mul(%g:0, %s:0) -> (float32[?,4])
-      outputs %dh:0 %dw:0
       end
 """
 
@@ -232,18 +199,13 @@ def test_slices_and_indices_belong_to_the_weights() -> None:
     first, second = split(
         """
         function stage1/backward
-        takes boundary int64[?] '%ids:0'
-        takes gradient float32[?,4] '%y:0'
-        gives gradient float32[?,4] '%h:0'
-        gives slices float32[_,4] 'table'
-        gives indices int64[_] 'table'
-          graph stage1/backward
-          inputs %boundary/0 %gradient/0
-          %boundary/0 = boundary() {port='%ids:0'} -> (int64[?])
-          %gradient/0 = gradient() {port='%y:0'} -> (float32[?,4])
+        takes boundary int64[?] '%ids:0' as %boundary/0
+        takes gradient float32[?,4] '%y:0' as %gradient/0
+        gives gradient float32[?,4] '%h:0' from %dh:0
+        gives slices float32[_,4] 'table' from %rows:0
+        gives indices int64[_] 'table' from %boundary/0:0
           %dh = Neg(%gradient/0:0) -> (float32[?,4])
           %rows = Square(%gradient/0:0) -> (float32[?,4])
-          outputs %dh:0 %rows:0 %boundary/0:0
           end
         """
     )

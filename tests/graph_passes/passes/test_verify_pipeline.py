@@ -12,18 +12,16 @@ from tests.graph_passes.builders import calls, function, refused
 FUNCTIONS = (function("stage0/forward", "", "stash a"), function("stage0/backward", "stash a", "variable w"))
 
 GOOD = """
-    %stage0/replica0/mb0/forward = forward() {micro_batch=0, replica=0, stage=0} -> (float32[?,4]) @'a'
-    %stage0/replica1/mb0/forward = forward() {micro_batch=0, replica=1, stage=0} -> (float32[?,4]) @'b'
-    %stage0/replica0/mb0/backward = backward(%stage0/replica0/mb0/forward:0)
-    | {function='stage0/backward', micro_batch=0, replica=0, stage=0} -> (float32[4]) @'a'
-    %stage0/replica1/mb0/backward = backward()
-    | {function='stage0/backward', micro_batch=0, replica=1, stage=0} -> (float32[4]) @'b'
+    %stage0/replica0/mb0/forward = forward() {place} -> (float32[?,4]) @'a'
+    %stage0/replica1/mb0/forward = forward() {place} -> (float32[?,4]) @'b'
+    %stage0/replica0/mb0/backward = backward(%stage0/replica0/mb0/forward:0) {call} -> (float32[4]) @'a'
+    %stage0/replica1/mb0/backward = backward() {call} -> (float32[4]) @'b'
     | ^%stage0/replica1/mb0/forward 'order: 0B0 after 0F0'
-    %stage0/replica0/gradients = gradients(%stage0/replica0/mb0/backward:0) {replica=0, stage=0} -> (float32[4]) @'a'
-    %stage0/replica1/gradients = gradients(%stage0/replica1/mb0/backward:0) {replica=1, stage=0} -> (float32[4]) @'b'
-    %stage0/allreduce = allreduce(%stage0/replica0/gradients:0, %stage0/replica1/gradients:0)
-    | {replica=0, stage=0} -> (float32[4]) @'a'
-    %stage0/update = update(%stage0/allreduce:0) {replica=0, stage=0} @'a'
+    %stage0/replica0/gradients = gradients(%stage0/replica0/mb0/backward:0) {place} -> (float32[4]) @'a'
+    %stage0/replica1/gradients = gradients(%stage0/replica1/mb0/backward:0) {place} -> (float32[4]) @'b'
+    %stage0/allreduce = allreduce(%stage0/replica0/gradients:0, %stage0/replica1/gradients:0) {place}
+    | -> (float32[4]) @'a'
+    %stage0/update = update(%stage0/allreduce:0) {place} @'a'
 """
 
 
@@ -46,8 +44,8 @@ def test_a_finished_pipeline_passes_unchanged() -> None:
     ("old", "new", "said"),
     [
         (
-            "forward() {micro_batch=0, replica=0, stage=0} -> (float32[?,4]) @'a'",
-            "forward() {micro_batch=0, replica=0, stage=0} -> (float32[?,4]) @'a' ^%stage0/update 'late'",
+            "forward() {place} -> (float32[?,4]) @'a'",
+            "forward() {place} -> (float32[?,4]) @'a' ^%stage0/update 'late'",
             "the graph has a cycle: ",
         ),
         (
@@ -81,7 +79,7 @@ def test_a_finished_pipeline_passes_unchanged() -> None:
             "'stage0/replica0/gradients' is not all-reduced over the 2 replicas of its stage",
         ),
         (
-            "update(%stage0/allreduce:0) {replica=0, stage=0} @'a'",
+            "update(%stage0/allreduce:0) {place} @'a'",
             "update(%stage0/allreduce:0)",
             "'stage0/update' has no device",
         ),
@@ -94,21 +92,17 @@ def test_a_damaged_pipeline_is_refused(old: str, new: str, said: str) -> None:
 
 
 TWO = """
-    %stage0/replica0/mb0/forward = forward() {micro_batch=0, replica=0, stage=0} -> (float32[?,4]) @'a'
-    %stage0/replica0/mb0/backward = backward(%stage0/replica0/mb0/forward:0)
-    | {function='stage0/backward', micro_batch=0, replica=0, stage=0} -> (float32[4]) @'a'
-    %stage0/replica0/mb0/accumulate = accumulate(%stage0/replica0/mb0/backward:0)
-    | {micro_batch=0, replica=0, stage=0, variables=['w']} @'a'
-    %stage0/replica0/mb1/forward = forward() {micro_batch=1, replica=0, stage=0} -> (float32[?,4]) @'a'
+    %stage0/replica0/mb0/forward = forward() {place} -> (float32[?,4]) @'a'
+    %stage0/replica0/mb0/backward = backward(%stage0/replica0/mb0/forward:0) {call} -> (float32[4]) @'a'
+    %stage0/replica0/mb0/accumulate = accumulate(%stage0/replica0/mb0/backward:0) {place, variables=['w']} @'a'
+    %stage0/replica0/mb1/forward = forward() {place} -> (float32[?,4]) @'a'
     | ^%stage0/replica0/mb0/backward 'order: 0F1 after 0B0'
-    %stage0/replica0/mb1/backward = backward(%stage0/replica0/mb1/forward:0)
-    | {function='stage0/backward', micro_batch=1, replica=0, stage=0} -> (float32[4]) @'a'
-    %stage0/replica0/mb1/accumulate = accumulate(%stage0/replica0/mb1/backward:0)
-    | {micro_batch=1, replica=0, stage=0, variables=['w']} @'a'
+    %stage0/replica0/mb1/backward = backward(%stage0/replica0/mb1/forward:0) {call} -> (float32[4]) @'a'
+    %stage0/replica0/mb1/accumulate = accumulate(%stage0/replica0/mb1/backward:0) {place, variables=['w']} @'a'
     | ^%stage0/replica0/mb0/accumulate 'accumulate: micro-batch 1 after 0'
-    %stage0/replica0/gradients = gradients() {replica=0, stage=0, variables=['w']} -> (float32[4]) @'a'
+    %stage0/replica0/gradients = gradients() {place, variables=['w']} -> (float32[4]) @'a'
     | ^%stage0/replica0/mb1/accumulate 'accumulate: all micro-batches are summed'
-    %stage0/update = update(%stage0/replica0/gradients:0) {replica=0, stage=0} @'a'
+    %stage0/update = update(%stage0/replica0/gradients:0) {place} @'a'
 """
 
 
@@ -124,27 +118,22 @@ def test_a_micro_batch_that_is_missing_from_the_sum_is_refused() -> None:
 
 
 TWO_BUCKETS = """
-    %stage0/replica0/mb0/forward = forward() {micro_batch=0, replica=0, stage=0} -> (float32[?,4]) @'a'
-    %stage0/replica0/mb0/backward = backward(%stage0/replica0/mb0/forward:0)
-    | {function='stage0/backward', micro_batch=0, replica=0, stage=0} -> (float32[4], float32[4]) @'a'
+    %stage0/replica0/mb0/forward = forward() {place} -> (float32[?,4]) @'a'
+    %stage0/replica0/mb0/backward = backward(%stage0/replica0/mb0/forward:0) {call} -> (float32[4], float32[4]) @'a'
     %stage0/replica0/mb0/accumulate = accumulate(%stage0/replica0/mb0/backward:0, %stage0/replica0/mb0/backward:1)
-    | {micro_batch=0, replica=0, stage=0, variables=['w', 'v']} @'a'
-    %stage0/replica0/mb1/forward = forward() {micro_batch=1, replica=0, stage=0} -> (float32[?,4]) @'a'
+    | {place, variables=['w', 'v']} @'a'
+    %stage0/replica0/mb1/forward = forward() {place} -> (float32[?,4]) @'a'
     | ^%stage0/replica0/mb0/backward 'order: 0F1 after 0B0'
-    %stage0/replica0/mb1/backward = backward(%stage0/replica0/mb1/forward:0)
-    | {function='stage0/backward', micro_batch=1, replica=0, stage=0} -> (float32[4], float32[4]) @'a'
+    %stage0/replica0/mb1/backward = backward(%stage0/replica0/mb1/forward:0) {call} -> (float32[4], float32[4]) @'a'
     %stage0/replica0/mb1/accumulate/bucket0 = accumulate(%stage0/replica0/mb1/backward:0)
-    | {micro_batch=1, replica=0, stage=0, variables=['w']} @'a'
-    | ^%stage0/replica0/mb0/accumulate 'first'
+    | {place, variables=['w']} @'a' ^%stage0/replica0/mb0/accumulate 'first'
     %stage0/replica0/mb1/accumulate/bucket1 = accumulate(%stage0/replica0/mb1/backward:1)
-    | {micro_batch=1, replica=0, stage=0, variables=['v']} @'a'
-    | ^%stage0/replica0/mb0/accumulate 'second'
-    %stage0/replica0/gradients/bucket0 = gradients() {replica=0, stage=0, variables=['w']} -> (float32[4]) @'a'
+    | {place, variables=['v']} @'a' ^%stage0/replica0/mb0/accumulate 'second'
+    %stage0/replica0/gradients/bucket0 = gradients() {place, variables=['w']} -> (float32[4]) @'a'
     | ^%stage0/replica0/mb1/accumulate/bucket0 'whole'
-    %stage0/replica0/gradients/bucket1 = gradients() {replica=0, stage=0, variables=['v']} -> (float32[4]) @'a'
+    %stage0/replica0/gradients/bucket1 = gradients() {place, variables=['v']} -> (float32[4]) @'a'
     | ^%stage0/replica0/mb1/accumulate/bucket1 'whole'
-    %stage0/update = update(%stage0/replica0/gradients/bucket0:0, %stage0/replica0/gradients/bucket1:0)
-    | {replica=0, stage=0} @'a'
+    %stage0/update = update(%stage0/replica0/gradients/bucket0:0, %stage0/replica0/gradients/bucket1:0) {place} @'a'
     | ^%stage0/replica0/mb1/accumulate/bucket1 'so that only the order of the sums is at fault'
 """
 
@@ -157,7 +146,7 @@ def test_a_sum_that_is_read_or_added_to_too_early_is_refused() -> None:
     VerifyPipeline(schedule)(calls(overlapped, *functions))
     for edge, said in [
         (
-            "| ^%stage0/replica0/mb0/accumulate 'second'",
+            " ^%stage0/replica0/mb0/accumulate 'second'",
             "'stage0/replica0/mb1/accumulate/bucket1' run after 'stage0/replica0/mb0/accumulate', and both use the sum "
             "of the gradients of 'v'",
         ),
@@ -172,9 +161,9 @@ def test_a_sum_that_is_read_or_added_to_too_early_is_refused() -> None:
 
 
 def test_an_inlined_backward_whose_reads_may_run_before_forward_is_refused() -> None:
-    call = "%stage0/replica1/mb0/backward = backward()\n    | {function='stage0/backward', "
+    call = "%stage0/replica1/mb0/backward = backward() {call"
     assert GOOD.count(call) == 1
-    inlined = GOOD.replace(call, call + "inline=True, ")
+    inlined = GOOD.replace(call, call + ", inline=True")
     verify(inlined)
     data = inlined.replace("| ^%stage0/replica1/mb0/forward 'order: 0B0 after 0F0'", "").replace(
         "replica1/mb0/backward = backward()", "replica1/mb0/backward = backward(%stage0/replica1/mb0/forward:0)"
@@ -190,13 +179,11 @@ SPLIT = (
     function("stage0/weights", "carry c", "variable w"),
 )
 SPLIT_GOOD = """
-    %stage0/replica0/mb0/forward = forward() {micro_batch=0, replica=0, stage=0} -> (float32[?,4]) @'a'
-    %stage0/replica0/mb0/inputs = inputs(%stage0/replica0/mb0/forward:0)
-    | {function='stage0/inputs', micro_batch=0, replica=0, stage=0} -> (float32[?,4], float32[?,4]) @'a'
-    %stage0/replica0/mb0/weights = weights(%stage0/replica0/mb0/inputs:1)
-    | {function='stage0/weights', micro_batch=0, replica=0, stage=0} -> (float32[4]) @'a'
-    %stage0/replica0/gradients = gradients(%stage0/replica0/mb0/weights:0) {replica=0, stage=0} -> (float32[4]) @'a'
-    %stage0/update = update(%stage0/replica0/gradients:0, %stage0/replica0/mb0/inputs:0) {replica=0, stage=0} @'a'
+    %stage0/replica0/mb0/forward = forward() {place} -> (float32[?,4]) @'a'
+    %stage0/replica0/mb0/inputs = inputs(%stage0/replica0/mb0/forward:0) {call} -> (float32[?,4], float32[?,4]) @'a'
+    %stage0/replica0/mb0/weights = weights(%stage0/replica0/mb0/inputs:1) {call} -> (float32[4]) @'a'
+    %stage0/replica0/gradients = gradients(%stage0/replica0/mb0/weights:0) {place} -> (float32[4]) @'a'
+    %stage0/update = update(%stage0/replica0/gradients:0, %stage0/replica0/mb0/inputs:0) {place} @'a'
 """
 
 
@@ -219,12 +206,12 @@ def verify_split(text: str) -> None:
         ),
         (
             "%stage0/update =",
-            "%stage0/replica0/mb1/weights = weights() {micro_batch=1, replica=0, stage=0} @'a'\n%stage0/update =",
+            "%stage0/replica0/mb1/weights = weights() {place} @'a'\n%stage0/update =",
             "'stage0/replica0/mb1/weights' is not in the schedule",
         ),
         (
-            "{function='stage0/weights', ",
-            "{function='stage0/weights', inline=True, ",
+            "weights(%stage0/replica0/mb0/inputs:1) {call",
+            "weights(%stage0/replica0/mb0/inputs:1) {call, inline=True",
             "'stage0/replica0/mb0/weights' is inlined, and no control edge makes it wait for",
         ),
     ],
@@ -239,12 +226,11 @@ def test_a_damaged_pipeline_whose_backward_is_split_is_refused(old: str, new: st
 def test_slices_that_reach_no_update_are_refused() -> None:
     backward = function("stage0/backward", "stash a", "slices w float32[_,4], indices w int64[_]")
     text = """
-        %stage0/replica0/mb0/forward = forward() {micro_batch=0, replica=0, stage=0} -> (float32[?,4]) @'a'
-        %stage0/replica0/mb0/backward = backward(%stage0/replica0/mb0/forward:0)
-        | {function='stage0/backward', micro_batch=0, replica=0, stage=0} -> (float32[_,4], int64[_]) @'a'
+        %stage0/replica0/mb0/forward = forward() {place} -> (float32[?,4]) @'a'
+        %stage0/replica0/mb0/backward = backward(%stage0/replica0/mb0/forward:0) {call} -> (float32[_,4], int64[_]) @'a'
         %stage0/gather_slices/w = gather_slices(%stage0/replica0/mb0/backward:0, %stage0/replica0/mb0/backward:1)
-        | {replica=0, stage=0} -> (float32[_,4], int64[_]) @'a'
-        %stage0/update = update(%stage0/gather_slices/w:0, %stage0/gather_slices/w:1) {replica=0, stage=0} @'a'
+        | {place} -> (float32[_,4], int64[_]) @'a'
+        %stage0/update = update(%stage0/gather_slices/w:0, %stage0/gather_slices/w:1) {place} @'a'
     """
     check = VerifyPipeline(ScheduleSpec.parse("dapple-a").build(1, 1))
     check(calls(text, FUNCTIONS[0], backward))
@@ -254,27 +240,22 @@ def test_slices_that_reach_no_update_are_refused() -> None:
 
 MIXED = (SPLIT[0], function("stage0/backward", "stash a", "gradient h, variable w"), *SPLIT[1:])
 MIXED_GOOD = """
-    %stage0/replica0/mb0/forward = forward() {micro_batch=0, replica=0, stage=0} -> (float32[?,4]) @'a'
-    %stage0/replica0/mb1/forward = forward() {micro_batch=1, replica=0, stage=0} -> (float32[?,4]) @'a'
+    %stage0/replica0/mb0/forward = forward() {place} -> (float32[?,4]) @'a'
+    %stage0/replica0/mb1/forward = forward() {place} -> (float32[?,4]) @'a'
     | ^%stage0/replica0/mb0/forward 'order: 0F1 after 0F0'
-    %stage0/replica0/mb0/inputs = inputs(%stage0/replica0/mb0/forward:0)
-    | {function='stage0/inputs', micro_batch=0, replica=0, stage=0} -> (float32[?,4], float32[?,4]) @'a'
+    %stage0/replica0/mb0/inputs = inputs(%stage0/replica0/mb0/forward:0) {call} -> (float32[?,4], float32[?,4]) @'a'
     | ^%stage0/replica0/mb1/forward 'order: 0I0 after 0F1'
-    %stage0/replica0/mb1/backward = backward(%stage0/replica0/mb1/forward:0)
-    | {function='stage0/backward', micro_batch=1, replica=0, stage=0} -> (float32[?,4], float32[4]) @'a'
+    %stage0/replica0/mb1/backward = backward(%stage0/replica0/mb1/forward:0) {call} -> (float32[?,4], float32[4]) @'a'
     | ^%stage0/replica0/mb0/inputs 'order: 0B1 after 0I0'
-    %stage0/replica0/mb0/weights = weights(%stage0/replica0/mb0/inputs:1)
-    | {function='stage0/weights', micro_batch=0, replica=0, stage=0} -> (float32[4]) @'a'
+    %stage0/replica0/mb0/weights = weights(%stage0/replica0/mb0/inputs:1) {call} -> (float32[4]) @'a'
     | ^%stage0/replica0/mb1/backward 'order: 0W0 after 0B1'
-    %stage0/replica0/mb0/accumulate = accumulate(%stage0/replica0/mb0/weights:0)
-    | {micro_batch=0, replica=0, stage=0, variables=['w']} @'a'
-    %stage0/replica0/mb1/accumulate = accumulate(%stage0/replica0/mb1/backward:1)
-    | {micro_batch=1, replica=0, stage=0, variables=['w']} @'a'
+    %stage0/replica0/mb0/accumulate = accumulate(%stage0/replica0/mb0/weights:0) {place, variables=['w']} @'a'
+    %stage0/replica0/mb1/accumulate = accumulate(%stage0/replica0/mb1/backward:1) {place, variables=['w']} @'a'
     | ^%stage0/replica0/mb0/accumulate 'accumulate: micro-batch 1 after 0'
-    %stage0/replica0/gradients = gradients() {replica=0, stage=0, variables=['w']} -> (float32[4]) @'a'
+    %stage0/replica0/gradients = gradients() {place, variables=['w']} -> (float32[4]) @'a'
     | ^%stage0/replica0/mb1/accumulate 'accumulate: all micro-batches are summed'
     %stage0/update = update(%stage0/replica0/gradients:0, %stage0/replica0/mb0/inputs:0,
-    | %stage0/replica0/mb1/backward:0) {replica=0, stage=0} @'a'
+    | %stage0/replica0/mb1/backward:0) {place} @'a'
 """
 
 
@@ -313,12 +294,12 @@ MIXED_GOOD = """
         ),
         (
             "%stage0/update =",
-            "%stage0/replica0/mb0/backward = backward() {micro_batch=0, replica=0, stage=0} @'a'\n%stage0/update =",
+            "%stage0/replica0/mb0/backward = backward() {place} @'a'\n%stage0/update =",
             "'stage0/replica0/mb0/backward' is not in the schedule",
         ),
         (
-            "{function='stage0/backward', ",
-            "{function='stage0/backward', inline=True, ",
+            "backward(%stage0/replica0/mb1/forward:0) {call",
+            "backward(%stage0/replica0/mb1/forward:0) {call, inline=True",
             "'stage0/replica0/mb1/backward' is inlined, and no control edge makes it wait for",
         ),
     ],
@@ -339,7 +320,7 @@ def test_a_graph_without_updates_passes() -> None:
 
 
 def test_an_update_that_does_not_wait_for_its_stages_state_is_refused() -> None:
-    commit = "    %stage0/commit = commit() {replica=0, stage=0} @'a'\n"
+    commit = "    %stage0/commit = commit() {place} @'a'\n"
     with refused(GraphError, "no path orders 'stage0/update' after 'stage0/commit'"):
         verify(GOOD + commit)
     ordered = GOOD.replace("    %stage0/update", commit + "    %stage0/update").rstrip()
@@ -355,14 +336,10 @@ def refreshed(*replicas: int, calls_wait: bool = True) -> str:
     for replica in replicas:
         waits = f" ^%stage0/replica{replica}/refresh 'refresh: copies'" if calls_wait else ""
         text = REFRESH.replace("R/", f"{replica}/").replace("=R", f"={replica}") + text
-        for device in "ab":
-            text = text.replace(f"replica={replica}, stage=0}} -> (float32[?,4]) @'{device}'", "FORWARD" + device)
-            text = text.replace(
-                "FORWARD" + device, f"replica={replica}, stage=0}} -> (float32[?,4]) @'{device}'{waits}"
-            )
-        call = f"replica={replica}, stage=0}} -> (float32[4]) @'{'ab'[replica]}'"
-        end = text.index(call, text.index("= backward(")) + len(call)
-        text = text[:end] + waits + text[end:]
+        device = "ab"[replica]
+        for call in (f"{{place}} -> (float32[?,4]) @'{device}'", f"{{call}} -> (float32[4]) @'{device}'"):
+            assert text.count(call) == 1
+            text = text.replace(call, call + waits)
     return text
 
 
@@ -385,13 +362,11 @@ COUNTED = (
     FUNCTIONS[1],
 )
 WITH_ONCE = """
-    %stage0/replica0/refresh = refresh() {replica=0, stage=0, variables=['n']} @'a'
-    %stage0/replica0/run_once = run_once() {function='stage0/run_once', replica=0, stage=0} -> (float32[]) @'a'
+    %stage0/replica0/refresh = refresh() {place, variables=['n']} @'a'
+    %stage0/replica0/run_once = run_once() {call} -> (float32[]) @'a' ^%stage0/replica0/refresh 'refresh: copies'
+    %stage0/replica0/mb0/forward = forward(%stage0/replica0/run_once:0) {place} -> (float32[?,4]) @'a'
     | ^%stage0/replica0/refresh 'refresh: copies'
-    %stage0/replica0/mb0/forward = forward(%stage0/replica0/run_once:0) {micro_batch=0, replica=0, stage=0}
-    | -> (float32[?,4]) @'a' ^%stage0/replica0/refresh 'refresh: copies'
-    %stage0/replica0/mb0/backward = backward(%stage0/replica0/mb0/forward:0)
-    | {function='stage0/backward', micro_batch=0, replica=0, stage=0} -> (float32[4]) @'a'
+    %stage0/replica0/mb0/backward = backward(%stage0/replica0/mb0/forward:0) {call} -> (float32[4]) @'a'
     | ^%stage0/replica0/refresh 'refresh: copies'
 """
 
@@ -400,7 +375,7 @@ def test_what_runs_once_must_wait_for_its_copies() -> None:
     schedule = VerifyPipeline(ScheduleSpec.parse("dapple-a").build(1, 1))
     good = calls(WITH_ONCE, *COUNTED)
     assert schedule(good) == good
-    edge = "-> (float32[]) @'a'\n    | ^%stage0/replica0/refresh 'refresh: copies'"
+    edge = "-> (float32[]) @'a' ^%stage0/replica0/refresh 'refresh: copies'"
     assert edge in WITH_ONCE
     with refused(GraphError, "no control edge makes 'stage0/replica0/run_once' wait for 'stage0/replica0/refresh'"):
         schedule(calls(WITH_ONCE.replace(edge, "-> (float32[]) @'a'"), *COUNTED))
@@ -419,22 +394,17 @@ NORMALISED = (
     function("stage0/write_statistics", "variable m, statistic s float64[3,4]", "", ["m"]),
 )
 DEFERRED = """
-    %stage0/replica0/mb0/forward = forward() {function='stage0/forward', micro_batch=0, replica=0, stage=0}
-    | -> (float64[3,4], float32[?,4]) @'a'
-    %stage0/replica1/mb0/forward = forward() {function='stage0/forward', micro_batch=0, replica=1, stage=0}
-    | -> (float64[3,4], float32[?,4]) @'b'
-    %stage0/replica0/mb0/backward = backward(%stage0/replica0/mb0/forward:1)
-    | {function='stage0/backward', micro_batch=0, replica=0, stage=0} -> (float32[4]) @'a'
-    %stage0/replica1/mb0/backward = backward(%stage0/replica1/mb0/forward:1)
-    | {function='stage0/backward', micro_batch=0, replica=1, stage=0} -> (float32[4]) @'b'
-    %stage0/replica0/sum_statistics = sum_statistics(%stage0/replica0/mb0/forward:0)
-    | {replica=0, stage=0, variables=['s']} -> (float64[3,4]) @'a'
-    %stage0/replica1/sum_statistics = sum_statistics(%stage0/replica1/mb0/forward:0)
-    | {replica=1, stage=0, variables=['s']} -> (float64[3,4]) @'b'
+    %stage0/replica0/mb0/forward = forward() {call} -> (float64[3,4], float32[?,4]) @'a'
+    %stage0/replica1/mb0/forward = forward() {call} -> (float64[3,4], float32[?,4]) @'b'
+    %stage0/replica0/mb0/backward = backward(%stage0/replica0/mb0/forward:1) {call} -> (float32[4]) @'a'
+    %stage0/replica1/mb0/backward = backward(%stage0/replica1/mb0/forward:1) {call} -> (float32[4]) @'b'
+    %stage0/replica0/sum_statistics = sum_statistics(%stage0/replica0/mb0/forward:0) {place, variables=['s']}
+    | -> (float64[3,4]) @'a'
+    %stage0/replica1/sum_statistics = sum_statistics(%stage0/replica1/mb0/forward:0) {place, variables=['s']}
+    | -> (float64[3,4]) @'b'
     %stage0/allreduce_statistics = allreduce(%stage0/replica0/sum_statistics:0, %stage0/replica1/sum_statistics:0)
-    | {replica=0, replicas=2, stage=0, variables=['s']} -> (float64[3,4]) @'a'
-    %stage0/write_statistics = write_statistics(%stage0/allreduce_statistics:0)
-    | {function='stage0/write_statistics', replica=0, stage=0} @'a'
+    | {place, replicas=2, variables=['s']} -> (float64[3,4]) @'a'
+    %stage0/write_statistics = write_statistics(%stage0/allreduce_statistics:0) {call} @'a'
 """
 
 

@@ -8,44 +8,34 @@ from dapple_tf.errors import ScheduleError
 from dapple_tf.graph_passes.schedules.schedule import Schedule, run_schedule
 from dapple_tf.graph_passes.schedules.spec import ScheduleSpec, parse_schedule
 from tests.graph_passes.builders import refused
+from tests.graph_passes.schedules.tables import read_tables
 
-TABLES = [
-    (
-        "interleaved-1f1b",
-        4,
-        2,
-        """0F0 0F1 2F0 2F1 2B0 2B1 0B0 0B1
-           1F0 1F1 3F0 3B0 3F1 3B1 1B0 1B1""",
-    ),
-    (
-        "interleaved-1f1b:v=2",
-        4,
-        4,
-        """0F0 0F1 2F0 2F1 0F2 2B0 0F3 2B1 2F2 0B0 2F3 0B1 2B2 2B3 0B2 0B3
-           1F0 1F1 3F0 3B0 3F1 3B1 1F2 1B0 1F3 1B1 3F2 3B2 3F3 3B3 1B2 1B3""",
-    ),
-    (
-        "interleaved-1f1b:v=2",  # a group of three micro-batches: M is no multiple of the workers
-        4,
-        3,
-        """0F0 0F1 0F2 2F0 2F1 2F2 2B0 2B1 2B2 0B0 0B1 0B2
-           1F0 1F1 1F2 3F0 3B0 3F1 3B1 3F2 3B2 1B0 1B1 1B2""",
-    ),
-    (
-        "looped-bfs:v=2",
-        4,
-        2,
-        """0F0 0F1 2F0 2F1 2B0 2B1 0B0 0B1
-           1F0 1F1 3F0 3F1 3B0 3B1 1B0 1B1""",
-    ),
-]
+TABLES = read_tables(
+    """
+    interleaved-1f1b 4 2
+    0F0 0F1 2F0 2F1 2B0 2B1 0B0 0B1
+    1F0 1F1 3F0 3B0 3F1 3B1 1B0 1B1
+
+    interleaved-1f1b:v=2 4 4
+    0F0 0F1 2F0 2F1 0F2 2B0 0F3 2B1 2F2 0B0 2F3 0B1 2B2 2B3 0B2 0B3
+    1F0 1F1 3F0 3B0 3F1 3B1 1F2 1B0 1F3 1B1 3F2 3B2 3F3 3B3 1B2 1B3
+
+    interleaved-1f1b:v=2 4 3  # a group of three micro-batches: M is no multiple of the workers
+    0F0 0F1 0F2 2F0 2F1 2F2 2B0 2B1 2B2 0B0 0B1 0B2
+    1F0 1F1 1F2 3F0 3B0 3F1 3B1 3F2 3B2 1B0 1B1 1B2
+
+    looped-bfs:v=2 4 2
+    0F0 0F1 2F0 2F1 2B0 2B1 0B0 0B1
+    1F0 1F1 3F0 3F1 3B0 3B1 1B0 1B1
+    """
+)
 
 
 @pytest.mark.parametrize(("name", "stages", "micro_batches", "table"), TABLES)
 def test_the_order_is_that_of_the_table(name: str, stages: int, micro_batches: int, table: str) -> None:
     spec = ScheduleSpec.parse(name)
     found = spec.build(stages, micro_batches)
-    assert str(found) == "\n".join(line.strip() for line in table.splitlines())
+    assert str(found) == table
     assert parse_schedule(str(found)) == found
     assert spec.worker_map(stages) == ScheduleSpec.parse(str(found)).worker_map(stages) == found.worker_map
     assert not spec.splits_backward

@@ -22,25 +22,17 @@ def lines(worker_map: WorkerMap, micro_batches: int, rule: ListRule, *times: Sta
     return str(found).splitlines()
 
 
-def test_weight_gradients_fill_idle_time() -> None:
-    assert lines(WorkerMap.one_per_stage(2), 2, ListRule(True, UNLIMITED)) == [
-        "0F0 0F1 0I0 0W0 0I1 0W1",
-        "1F0 1I0 1F1 1I1 1W0 1W1",
-    ]
-
-
-def test_backwards_stay_whole_without_split() -> None:
-    assert lines(WorkerMap.one_per_stage(2), 2, ListRule(False, UNLIMITED)) == [
-        "0F0 0F1 0B0 0B1",
-        "1F0 1B0 1F1 1B1",
-    ]
-
-
-def test_memory_makes_forwards_wait_for_weight_gradients() -> None:
-    assert lines(WorkerMap.one_per_stage(2), 2, ListRule(True, (1.0, 1.0))) == [
-        "0F0 0I0 0W0 0F1 0I1 0W1",
-        "1F0 1I0 1W0 1F1 1I1 1W1",
-    ]
+@pytest.mark.parametrize(
+    ("rule", "wanted"),
+    [
+        (ListRule(True, UNLIMITED), ["0F0 0F1 0I0 0W0 0I1 0W1", "1F0 1I0 1F1 1I1 1W0 1W1"]),
+        (ListRule(False, UNLIMITED), ["0F0 0F1 0B0 0B1", "1F0 1B0 1F1 1B1"]),
+        (ListRule(True, (1.0, 1.0)), ["0F0 0I0 0W0 0F1 0I1 0W1", "1F0 1I0 1W0 1F1 1I1 1W1"]),
+    ],
+    ids=["weight gradients fill idle time", "whole backwards", "memory makes forwards wait for weight gradients"],
+)
+def test_two_micro_batches_on_two_workers(rule: ListRule, wanted: list[str]) -> None:
+    assert lines(WorkerMap.one_per_stage(2), 2, rule) == wanted
 
 
 def test_alternating_runs_a_forward_after_each_backward() -> None:
@@ -95,7 +87,6 @@ def test_every_order_runs_and_keeps_its_limits(
     """One micro-batch fits, so there is an order: without W it ends, and at no action a worker holds too much."""
     worker_map, micro_batches, times, rule = problem
     found = list_schedule(*problem)
-    assert found is not None
     check(found)
     assert found.worker_map == worker_map
     assert found.micro_batches == micro_batches

@@ -21,163 +21,105 @@ from dapple_tf.graph_passes.schedules.schedule import (
 from dapple_tf.graph_passes.schedules.spec import ScheduleSpec, early_backward, parse_schedule, warm_up
 from dapple_tf.graph_passes.schedules.zero_bubble import zero_bubble
 from tests.graph_passes.builders import refused
+from tests.graph_passes.schedules.tables import read_tables
 
 KINDS_OF_BACKWARD: tuple[Kind, Kind] = ("B", "I")
 
-TABLES = [
-    ("gpipe", 1, 2, ["0F0 0F1 0B0 0B1"]),
-    (
-        "gpipe",
-        2,
-        3,
-        [
-            "0F0 0F1 0F2 0B0 0B1 0B2",
-            "1F0 1F1 1F2 1B0 1B1 1B2",
-        ],
-    ),
-    (
-        "gpipe",
-        3,
-        1,
-        [
-            "0F0 0B0",
-            "1F0 1B0",
-            "2F0 2B0",
-        ],
-    ),
-    ("gpipe:D=2", 1, 2, ["0F0 0F1 0B0 0B1"]),
-    ("dapple-a", 1, 3, ["0F0 0B0 0F1 0B1 0F2 0B2"]),
-    (
-        "dapple-a",
-        2,
-        1,
-        [
-            "0F0 0B0",
-            "1F0 1B0",
-        ],
-    ),
-    (
-        "dapple-a",
-        2,
-        3,
-        [
-            "0F0 0F1 0B0 0F2 0B1 0B2",
-            "1F0 1B0 1F1 1B1 1F2 1B2",
-        ],
-    ),
-    (
-        "dapple-a",
-        3,
-        4,
-        [
-            "0F0 0F1 0F2 0B0 0F3 0B1 0B2 0B3",
-            "1F0 1F1 1B0 1F2 1B1 1F3 1B2 1B3",
-            "2F0 2B0 2F1 2B1 2F2 2B2 2F3 2B3",
-        ],
-    ),
-    (
-        "dapple-a",
-        4,
-        4,
-        [
-            "0F0 0F1 0F2 0F3 0B0 0B1 0B2 0B3",
-            "1F0 1F1 1F2 1B0 1F3 1B1 1B2 1B3",
-            "2F0 2F1 2B0 2F2 2B1 2F3 2B2 2B3",
-            "3F0 3B0 3F1 3B1 3F2 3B2 3F3 3B3",
-        ],
-    ),
-    (
-        "dapple-a:D=2",
-        4,
-        3,
-        [
-            "0F0 0F1 0B0 0F2 0B1 0B2",
-            "1F0 1F1 1B0 1F2 1B1 1B2",
-            "2F0 2F1 2B0 2F2 2B1 2B2",
-            "3F0 3B0 3F1 3B1 3F2 3B2",
-        ],
-    ),
-    (
-        "dapple-a:D=1",
-        2,
-        2,
-        [
-            "0F0 0B0 0F1 0B1",
-            "1F0 1B0 1F1 1B1",
-        ],
-    ),
-    ("zb-h1", 1, 2, ["0F0 0I0 0W0 0F1 0I1 0W1"]),
-    (
-        "zb-h1",
-        3,
-        4,
-        [
-            "0F0 0F1 0F2 0I0 0W0 0F3 0I1 0W1 0I2 0W2 0I3 0W3",
-            "1F0 1F1 1I0 1F2 1I1 1W0 1F3 1I2 1W1 1I3 1W2 1W3",
-            "2F0 2I0 2F1 2I1 2F2 2I2 2W0 2F3 2I3 2W1 2W2 2W3",
-        ],
-    ),
-    (
-        "zb-h2",
-        2,
-        4,
-        [
-            "0F0 0F1 0F2 0I0 0W0 0F3 0I1 0W1 0I2 0W2 0I3 0W3",
-            "1F0 1I0 1F1 1I1 1F2 1I2 1W0 1F3 1I3 1W1 1W2 1W3",
-        ],
-    ),
-    (
-        "zb-h1:D=2",
-        3,
-        3,
-        [
-            "0F0 0F1 0I0 0W0 0F2 0I1 0W1 0I2 0W2",
-            "1F0 1F1 1I0 1W0 1F2 1I1 1W1 1I2 1W2",
-            "2F0 2I0 2F1 2I1 2W0 2F2 2I2 2W1 2W2",
-        ],
-    ),
-    ("dapple-b", 1, 2, ["0F0 0B0 0F1 0B1"]),
-    (
-        "dapple-b",
-        2,
-        4,
-        [
-            "0F0 0F1 0F2 0B0 0F3 0B1 0B2 0B3",
-            "1F0 1B0 1F1 1B1 1F2 1B2 1F3 1B3",
-        ],
-    ),
-    (
-        "dapple-b",
-        3,
-        6,
-        [
-            "0F0 0F1 0F2 0F3 0F4 0B0 0F5 0B1 0B2 0B3 0B4 0B5",
-            "1F0 1F1 1F2 1B0 1F3 1B1 1F4 1B2 1F5 1B3 1B4 1B5",
-            "2F0 2B0 2F1 2B1 2F2 2B2 2F3 2B3 2F4 2B4 2F5 2B5",
-        ],
-    ),
-    (
-        "dapple-b:D=2",
-        4,
-        3,
-        [
-            "0F0 0F1 0B0 0F2 0B1 0B2",
-            "1F0 1F1 1B0 1F2 1B1 1B2",
-            "2F0 2F1 2B0 2F2 2B1 2B2",
-            "3F0 3B0 3F1 3B1 3F2 3B2",
-        ],
-    ),
-]
+TABLES = read_tables(
+    """
+    gpipe 1 2
+    0F0 0F1 0B0 0B1
+
+    gpipe 2 3
+    0F0 0F1 0F2 0B0 0B1 0B2
+    1F0 1F1 1F2 1B0 1B1 1B2
+
+    gpipe 3 1
+    0F0 0B0
+    1F0 1B0
+    2F0 2B0
+
+    gpipe:D=2 1 2
+    0F0 0F1 0B0 0B1
+
+    dapple-a 1 3
+    0F0 0B0 0F1 0B1 0F2 0B2
+
+    dapple-a 2 1
+    0F0 0B0
+    1F0 1B0
+
+    dapple-a 2 3
+    0F0 0F1 0B0 0F2 0B1 0B2
+    1F0 1B0 1F1 1B1 1F2 1B2
+
+    dapple-a 3 4
+    0F0 0F1 0F2 0B0 0F3 0B1 0B2 0B3
+    1F0 1F1 1B0 1F2 1B1 1F3 1B2 1B3
+    2F0 2B0 2F1 2B1 2F2 2B2 2F3 2B3
+
+    dapple-a 4 4
+    0F0 0F1 0F2 0F3 0B0 0B1 0B2 0B3
+    1F0 1F1 1F2 1B0 1F3 1B1 1B2 1B3
+    2F0 2F1 2B0 2F2 2B1 2F3 2B2 2B3
+    3F0 3B0 3F1 3B1 3F2 3B2 3F3 3B3
+
+    dapple-a:D=2 4 3
+    0F0 0F1 0B0 0F2 0B1 0B2
+    1F0 1F1 1B0 1F2 1B1 1B2
+    2F0 2F1 2B0 2F2 2B1 2B2
+    3F0 3B0 3F1 3B1 3F2 3B2
+
+    dapple-a:D=1 2 2
+    0F0 0B0 0F1 0B1
+    1F0 1B0 1F1 1B1
+
+    zb-h1 1 2
+    0F0 0I0 0W0 0F1 0I1 0W1
+
+    zb-h1 3 4
+    0F0 0F1 0F2 0I0 0W0 0F3 0I1 0W1 0I2 0W2 0I3 0W3
+    1F0 1F1 1I0 1F2 1I1 1W0 1F3 1I2 1W1 1I3 1W2 1W3
+    2F0 2I0 2F1 2I1 2F2 2I2 2W0 2F3 2I3 2W1 2W2 2W3
+
+    zb-h2 2 4
+    0F0 0F1 0F2 0I0 0W0 0F3 0I1 0W1 0I2 0W2 0I3 0W3
+    1F0 1I0 1F1 1I1 1F2 1I2 1W0 1F3 1I3 1W1 1W2 1W3
+
+    zb-h1:D=2 3 3
+    0F0 0F1 0I0 0W0 0F2 0I1 0W1 0I2 0W2
+    1F0 1F1 1I0 1W0 1F2 1I1 1W1 1I2 1W2
+    2F0 2I0 2F1 2I1 2W0 2F2 2I2 2W1 2W2
+
+    dapple-b 1 2
+    0F0 0B0 0F1 0B1
+
+    dapple-b 2 4
+    0F0 0F1 0F2 0B0 0F3 0B1 0B2 0B3
+    1F0 1B0 1F1 1B1 1F2 1B2 1F3 1B3
+
+    dapple-b 3 6
+    0F0 0F1 0F2 0F3 0F4 0B0 0F5 0B1 0B2 0B3 0B4 0B5
+    1F0 1F1 1F2 1B0 1F3 1B1 1F4 1B2 1F5 1B3 1B4 1B5
+    2F0 2B0 2F1 2B1 2F2 2B2 2F3 2B3 2F4 2B4 2F5 2B5
+
+    dapple-b:D=2 4 3
+    0F0 0F1 0B0 0F2 0B1 0B2
+    1F0 1F1 1B0 1F2 1B1 1B2
+    2F0 2F1 2B0 2F2 2B1 2B2
+    3F0 3B0 3F1 3B1 3F2 3B2
+    """
+)
 
 
 @pytest.mark.parametrize(("name", "stages", "micro_batches", "table"), TABLES)
-def test_the_table_of_a_schedule(name: str, stages: int, micro_batches: int, table: list[str]) -> None:
-    assert str(ScheduleSpec.parse(name).build(stages, micro_batches)) == "\n".join(table)
+def test_the_table_of_a_schedule(name: str, stages: int, micro_batches: int, table: str) -> None:
+    assert str(ScheduleSpec.parse(name).build(stages, micro_batches)) == table
 
 
 @pytest.mark.parametrize(("name", "stages", "micro_batches", "table"), TABLES)
-def test_a_table_parses_to_its_schedule(name: str, stages: int, micro_batches: int, table: list[str]) -> None:
-    assert parse_schedule("\n".join(table)) == ScheduleSpec.parse(name).build(stages, micro_batches)
+def test_a_table_parses_to_its_schedule(name: str, stages: int, micro_batches: int, table: str) -> None:
+    assert parse_schedule(table) == ScheduleSpec.parse(name).build(stages, micro_batches)
 
 
 @pytest.mark.parametrize(

@@ -11,61 +11,43 @@ from dapple_tf.graph_passes.schedules.schedule import Schedule, run_schedule
 from dapple_tf.graph_passes.schedules.spec import ScheduleSpec, parse_schedule
 from dapple_tf.graph_passes.schedules.worker_map import WorkerMap
 from tests.graph_passes.builders import refused
+from tests.graph_passes.schedules.tables import read_tables
 
 UNITS = {"F": 1, "B": 2, "I": 1, "W": 1}
 
-TABLES = [
-    (
-        "interleaved-zb:v=2",
-        4,
-        2,
-        """0F0 0F1 2F0 2F1 2I0 2W0 2I1 2W1 0I0 0W0 0I1 0W1
-           1F0 1F1 3F0 3I0 3F1 3I1 3W0 1I0 3W1 1I1 1W0 1W1""",
-    ),
-    (
-        "zb-v",
-        4,
-        3,
-        """0F0 0F1 0F2 3F0 3I0 3W0 3F1 3I1 3W1 0I0 0W0 3F2 3I2 3W2 0I1 0W1 0I2 0W2
-           1F0 2F0 1F1 2F1 2I0 2W0 1F2 1I0 1W0 2F2 2I1 2W1 1I1 2I2 1I2 1W1 2W2 1W2""",
-    ),
-    (
-        "zb-v",  # the order of three micro-batches without the third
-        4,
-        2,
-        """0F0 0F1 3F0 3I0 3W0 3F1 3I1 3W1 0I0 0W0 0I1 0W1
-           1F0 2F0 1F1 2F1 2I0 2W0 1I0 1W0 2I1 2W1 1I1 1W1""",
-    ),
-    (
-        "dualpipe-v",
-        4,
-        4,
-        """0F0 0F1 0F2 3F0 3I0 3W0 3F1 0F3 3B1 3F2 0B0 3B2 3F3 0B1 3B3 0I2 0W2 0I3 0W3
-           1F0 2F0 1F1 2F1 1F2 2B0 2F2 1B0 1F3 2B1 2F3 1B1 2B2 1B2 2I3 1I3 2W3 1W3""",
-    ),
-    (
-        "hanayo:w=1",
-        4,
-        2,
-        """0F0 0F1 3F0 3B0 3F1 3B1 0B0 0B1
-           1F0 2F0 1F1 2F1 2B0 1B0 2B1 1B1""",
-    ),
-    (
-        "hanayo:w=2",
-        4,
-        1,
-        """0F0 3F0 3B0 0B0
-           1F0 2F0 2B0 1B0""",
-    ),
-]
+TABLES = read_tables(
+    """
+    interleaved-zb:v=2 4 2
+    0F0 0F1 2F0 2F1 2I0 2W0 2I1 2W1 0I0 0W0 0I1 0W1
+    1F0 1F1 3F0 3I0 3F1 3I1 3W0 1I0 3W1 1I1 1W0 1W1
+
+    zb-v 4 3
+    0F0 0F1 0F2 3F0 3I0 3W0 3F1 3I1 3W1 0I0 0W0 3F2 3I2 3W2 0I1 0W1 0I2 0W2
+    1F0 2F0 1F1 2F1 2I0 2W0 1F2 1I0 1W0 2F2 2I1 2W1 1I1 2I2 1I2 1W1 2W2 1W2
+
+    zb-v 4 2  # the order of three micro-batches without the third
+    0F0 0F1 3F0 3I0 3W0 3F1 3I1 3W1 0I0 0W0 0I1 0W1
+    1F0 2F0 1F1 2F1 2I0 2W0 1I0 1W0 2I1 2W1 1I1 1W1
+
+    dualpipe-v 4 4
+    0F0 0F1 0F2 3F0 3I0 3W0 3F1 0F3 3B1 3F2 0B0 3B2 3F3 0B1 3B3 0I2 0W2 0I3 0W3
+    1F0 2F0 1F1 2F1 1F2 2B0 2F2 1B0 1F3 2B1 2F3 1B1 2B2 1B2 2I3 1I3 2W3 1W3
+
+    hanayo:w=1 4 2
+    0F0 0F1 3F0 3B0 3F1 3B1 0B0 0B1
+    1F0 2F0 1F1 2F1 2B0 1B0 2B1 1B1
+
+    hanayo:w=2 8 1
+    0F0 3F0 4F0 7F0 7B0 4B0 3B0 0B0
+    1F0 2F0 5F0 6F0 6B0 5B0 2B0 1B0
+    """
+)
 
 
 @pytest.mark.parametrize(("name", "stages", "micro_batches", "table"), TABLES)
 def test_the_order_is_that_of_the_table(name: str, stages: int, micro_batches: int, table: str) -> None:
-    if name == "hanayo:w=2":
-        stages, table = 8, "0F0 3F0 4F0 7F0 7B0 4B0 3B0 0B0\n1F0 2F0 5F0 6F0 6B0 5B0 2B0 1B0"
     found = ScheduleSpec.parse(name).build(stages, micro_batches)
-    assert str(found) == "\n".join(line.strip() for line in table.splitlines())
+    assert str(found) == table
     assert parse_schedule(str(found)) == found
     assert (
         ScheduleSpec.parse(name).worker_map(stages)

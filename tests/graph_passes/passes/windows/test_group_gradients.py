@@ -93,8 +93,7 @@ def test_slices_of_replicas_in_turn_are_those_of_each_minibatch_one_after_the_ot
         f"""
         {before}
         %minibatch1/stage0/gather_slices/table = gather_slices({first}:0, {first}:1, {second}:0, {second}:1)
-        | {{averaged=2, pieces=[2], replica=0, rows=9, stage=0, uses=['concat'], variable='table'}}
-        | -> (float32[_,4], int64[_])
+        | {{place, averaged=2, pieces=[2], rows=9, uses=['concat'], variable='table'}} -> (float32[_,4], int64[_])
         """,
     )
 
@@ -108,7 +107,7 @@ def test_slices_of_shared_micro_batches_are_combined_as_in_a_synchronous_step() 
         f"""
         {before}
         %minibatch0/stage0/gather_slices/table = gather_slices({pieces})
-        | {{pieces=[4], replica=0, rows=9, stage=0, uses=['merge'], variable='table'}} -> (float32[_,4], int64[_])
+        | {{place, pieces=[4], rows=9, uses=['merge'], variable='table'}} -> (float32[_,4], int64[_])
         """,
     )
 
@@ -116,8 +115,7 @@ def test_slices_of_shared_micro_batches_are_combined_as_in_a_synchronous_step() 
 def test_the_uses_of_a_table_in_one_stage_are_gathered_together() -> None:
     functions = (LOOKS_UP[0], function("stage0/backward", "gradient h", f"{ROWS}, {ROWS}"))
     before = """
-        %stage0/replica0/mb0/backward = backward() {micro_batch=0, replica=0, stage=0}
-        | -> (float32[_,4], int64[_], float32[_,4], int64[_])
+        %stage0/replica0/mb0/backward = backward() {place} -> (float32[_,4], int64[_], float32[_,4], int64[_])
     """
     parts = tuple(SparsePart("table", 9, 1 - pair, stage=0, pair=pair, combine="concat") for pair in (0, 1))
     node = GroupGradients(Window(1, (1,), (1,)), parts)(calls(before, *functions)).node(

@@ -102,8 +102,8 @@ def test_replicas_in_turn_run_once_for_all_minibatches_of_a_group() -> None:
 
 def test_a_call_that_takes_the_result_of_the_one_before_needs_no_edge() -> None:
     before = """
-        %stage0/replica0/mb0/forward = forward() {micro_batch=0, replica=0, stage=0} -> (float32[])
-        %stage0/replica0/mb0/backward = backward(%stage0/replica0/mb0/forward:0) {micro_batch=0, replica=0, stage=0}
+        %stage0/replica0/mb0/forward = forward() {place} -> (float32[])
+        %stage0/replica0/mb0/backward = backward(%stage0/replica0/mb0/forward:0) {place}
     """
     assert_graph(OrderWindow(weight_versions(Window(1, (1,), (1,)), "stash"))(graph(before)), before)
 

@@ -28,10 +28,9 @@ def minibatch(m: int, of: int) -> str:
 
 
 FORWARD = """
-    %stage0/replica0/mb0/slice = slice(%batch/size:0, %x:0)
-    | {micro_batch=0, micro_batches=1, replica=0, replicas=1, stage=0} -> (float64[], float32[?,4])
-    %stage0/replica0/mb0/forward = forward(%stage0/replica0/mb0/slice:1) {micro_batch=0, replica=0, stage=0}
-    | -> (float32[])
+    %stage0/replica0/mb0/slice = slice(%batch/size:0, %x:0) {place, micro_batches=1, replicas=1}
+    | -> (float64[], float32[?,4])
+    %stage0/replica0/mb0/forward = forward(%stage0/replica0/mb0/slice:1) {place} -> (float32[])
     %loss = merge(%stage0/replica0/mb0/forward:0, %stage0/replica0/mb0/slice:0) {kind='mean'} -> (float32[])
 """
 
@@ -61,14 +60,13 @@ def test_two_replicas_take_two_minibatches_each_with_its_rows() -> None:
 
 
 TWO_MICRO_BATCHES = """
-    %stage0/replica0/mb0/forward = forward(%x:0) {micro_batch=0, replica=0, stage=0} -> (float32[])
-    %stage0/replica0/mb1/forward = forward(%x:0) {micro_batch=1, replica=0, stage=0} -> (float32[])
+    %stage0/replica0/mb0/forward = forward(%x:0) {place} -> (float32[])
+    %stage0/replica0/mb1/forward = forward(%x:0) {place} -> (float32[])
     %loss = merge(%stage0/replica0/mb0/forward:0, %stage0/replica0/mb1/forward:0) {kind='mean'} -> (float32[])
-    %stage0/replica0/mb0/accumulate = accumulate(%stage0/replica0/mb0/forward:0)
-    | {first=True, micro_batch=0, replica=0, stage=0, variables=['w']}
-    %stage0/replica0/mb1/accumulate = accumulate(%stage0/replica0/mb1/forward:0)
-    | {first=False, micro_batch=1, replica=0, stage=0, variables=['w']} ^%stage0/replica0/mb0/accumulate 'one by one'
-    %stage0/replica0/gradients = gradients() {replica=0, stage=0, variables=['w']} -> (float32[])
+    %stage0/replica0/mb0/accumulate = accumulate(%stage0/replica0/mb0/forward:0) {place, first=True, variables=['w']}
+    %stage0/replica0/mb1/accumulate = accumulate(%stage0/replica0/mb1/forward:0) {place, first=False, variables=['w']}
+    | ^%stage0/replica0/mb0/accumulate 'one by one'
+    %stage0/replica0/gradients = gradients() {place, variables=['w']} -> (float32[])
     | ^%stage0/replica0/mb1/accumulate 'all are summed'
 """
 
@@ -106,12 +104,11 @@ def test_micro_batches_are_numbered_through_and_sums_begin_when_those_before_are
 
 
 ONCE = """
-    %stage0/replica0/row_bounds = row_bounds(%batch/size:0) {replica=0, stage=0} -> (int64[3])
-    %stage0/replica0/run_once = run_once(%x:0, %stage0/replica0/row_bounds:0) {replica=0, stage=0} -> (float32[])
-    %stage0/replica0/mb0/forward = forward(%stage0/replica0/run_once:0) {micro_batch=0, replica=0, stage=0}
-    | -> (float32[]) ^%stage0/replica0/run_once 'once'
-    %stage1/replica0/mb0/forward = forward(%stage0/replica0/mb0/forward:0) {micro_batch=0, replica=0, stage=1}
-    | -> (float32[])
+    %stage0/replica0/row_bounds = row_bounds(%batch/size:0) {place} -> (int64[3])
+    %stage0/replica0/run_once = run_once(%x:0, %stage0/replica0/row_bounds:0) {place} -> (float32[])
+    %stage0/replica0/mb0/forward = forward(%stage0/replica0/run_once:0) {place} -> (float32[])
+    | ^%stage0/replica0/run_once 'once'
+    %stage1/replica0/mb0/forward = forward(%stage0/replica0/mb0/forward:0) {place} -> (float32[])
     %loss = merge(%stage1/replica0/mb0/forward:0) {kind='mean'} -> (float32[])
 """
 

@@ -50,15 +50,15 @@ def test_each_minibatch_s_update_follows_the_one_before_and_counts_its_own_step(
         f"""
         {before}
         {BEGIN_AFTER}
-        %minibatch0/stage0/count_update = count_update() {{offset=0, replica=0, stage=0, variable='t'}}
+        %minibatch0/stage0/count_update = count_update() {{place, offset=0, variable='t'}}
         | ^%update/begin 'update: from here on a failure leaves the window half-applied'
-        %minibatch0/stage0/update = update(%minibatch0/stage0/reduced_gradients:0)
-        | {{function='stage0/update', replica=0, stage=0}} {used("stage0/replica0/mb0")}
+        %minibatch0/stage0/update = update(%minibatch0/stage0/reduced_gradients:0) {{call}}
+        | {used("stage0/replica0/mb0")}
         | ^%minibatch0/stage0/count_update 'update: the step counter is that of its minibatch'
-        %minibatch1/stage0/count_update = count_update() {{offset=1, replica=0, stage=0, variable='t'}}
+        %minibatch1/stage0/count_update = count_update() {{place, offset=1, variable='t'}}
         | ^%minibatch0/stage0/update 'update: of stage 0, one after the other'
-        %minibatch1/stage0/update = update(%minibatch1/stage0/reduced_gradients:0)
-        | {{function='stage0/update', replica=0, stage=0}} {used("stage0/replica0/mb1")}
+        %minibatch1/stage0/update = update(%minibatch1/stage0/reduced_gradients:0) {{call}}
+        | {used("stage0/replica0/mb1")}
         | ^%minibatch1/stage0/count_update 'update: the step counter is that of its minibatch'
         {END.format(count=2, after="^%minibatch1/stage0/update 'the window ends after all updates'")}
         """,
@@ -73,10 +73,9 @@ def test_the_update_of_a_group_of_replicas_has_the_step_of_its_last_minibatch() 
         f"""
         {before}
         {BEGIN_AFTER}
-        %minibatch2/stage0/count_update = count_update() {{offset=2, replica=0, stage=0, variable='t'}}
+        %minibatch2/stage0/count_update = count_update() {{place, offset=2, variable='t'}}
         | ^%update/begin 'update: from here on a failure leaves the window half-applied'
-        %minibatch2/stage0/update = update(%minibatch2/stage0/reduced_gradients:0)
-        | {{function='stage0/update', replica=0, stage=0}} {calls}
+        %minibatch2/stage0/update = update(%minibatch2/stage0/reduced_gradients:0) {{call}} {calls}
         | ^%minibatch2/stage0/count_update 'update: the step counter is that of its minibatch'
         {END.format(count=3, after="^%minibatch2/stage0/update 'the window ends after all updates'")}
         """,
@@ -86,12 +85,11 @@ def test_the_update_of_a_group_of_replicas_has_the_step_of_its_last_minibatch() 
 def test_an_update_takes_slices_and_gradients_in_the_order_of_its_ports_and_the_window_ends_after_commits() -> None:
     """Stage 0 is not trained: it has no update."""
     before = """
-        %stage1/replica0/mb0/backward = backward() {micro_batch=0, replica=0, stage=1}
-        %minibatch0/stage1/reduced_gradients = reduced_gradients() {replica=0, stage=1, variables=['v']}
-        | -> (float32[4])
-        %minibatch0/stage1/gather_slices/e = gather_slices()
-        | {pieces=[], replica=0, rows=9, stage=1, uses=[], variable='e'} -> (float32[_,4], int64[_])
-        %stage1/commit = commit() {replica=0, replicas=1, stage=1, variables=['n']}
+        %stage1/replica0/mb0/backward = backward() {place}
+        %minibatch0/stage1/reduced_gradients = reduced_gradients() {place, variables=['v']} -> (float32[4])
+        %minibatch0/stage1/gather_slices/e = gather_slices() {place, pieces=[], rows=9, uses=[], variable='e'}
+        | -> (float32[_,4], int64[_])
+        %stage1/commit = commit() {place, replicas=1, variables=['n']}
     """
     ends = "^%stage1/commit 'the window ends when all state is written'"
     begun = "^%update/begin 'update: a failure may leave it half-written'"
@@ -99,14 +97,13 @@ def test_an_update_takes_slices_and_gradients_in_the_order_of_its_ports_and_the_
     assert_graph(
         result,
         f"""
-        {before.replace("    %stage1/commit = commit() {replica=0, replicas=1, stage=1, variables=['n']}", "")}
+        {before.replace("    %stage1/commit = commit() {place, replicas=1, variables=['n']}", "")}
         {BEGIN}
-        %stage1/commit = commit() {{replica=0, replicas=1, stage=1, variables=['n']}} {begun}
-        %minibatch0/stage1/count_update = count_update() {{offset=0, replica=0, stage=1, variable='t'}}
+        %stage1/commit = commit() {{place, replicas=1, variables=['n']}} {begun}
+        %minibatch0/stage1/count_update = count_update() {{place, offset=0, variable='t'}}
         | ^%update/begin 'update: from here on a failure leaves the window half-applied'
         %minibatch0/stage1/update = update(%minibatch0/stage1/gather_slices/e:0, %minibatch0/stage1/gather_slices/e:1,
-        | %minibatch0/stage1/reduced_gradients:0) {{function='stage1/update', replica=0, stage=1}}
-        | {used("stage1/replica0/mb0")}
+        | %minibatch0/stage1/reduced_gradients:0) {{call}} {used("stage1/replica0/mb0")}
         | ^%minibatch0/stage1/count_update 'update: the step counter is that of its minibatch'
         {END.format(count=1, after="^%minibatch0/stage1/update 'the window ends after all updates' " + ends)}
         """,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import time
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -24,7 +25,10 @@ IN_TURN = WindowKind((2, 1), 4, sparse=True, once=True)
 TWO_BUFFERED = WindowKind((2, 1), 3, "2bw")
 LATEST = WindowKind((1, 1), 3, "latest")
 
-AT = "stage0/replica0"
+AT, LAST = "stage0/replica0", "stage1/replica0"
+RUN_ONCE, ADD = f"minibatch{{}}/{AT}/run_once", f"{AT}/mb{{}}/accumulate"
+UPDATE, COUNT = "minibatch{}/stage0/update", "minibatch{}/stage0/count_update"
+BEGINS = ": the first micro-batch of a minibatch, and no other, begins a new sum"
 
 
 def check(kind: WindowKind, graph: Graph) -> None:
@@ -57,34 +61,71 @@ def test_a_finished_window_passes_unchanged(kind: WindowKind) -> None:
 
 
 @pytest.mark.parametrize(
-    ("kind", "name", "make", "said"),
+    ("kind", "name", "source", "said"),
     [
         # order
         (
             STASH,
-            f"{AT}/mb0/forward",
-            lambda node: node.after("minibatch3/stage0/update", "late"),
-            "the graph has a cycle: ",
-        ),
-        (
-            STASH,
             f"{AT}/mb2/forward",
-            cut(f"{AT}/mb0/backward"),
-            f"no edge makes '{AT}/mb2/forward' run after '{AT}/mb0/backward', as the window's order says",
+            f"{AT}/mb0/backward",
+            "no edge makes NAME run after SOURCE, as the window's order says",
         ),
+        (IN_TURN, RUN_ONCE.format(1), RUN_ONCE.format(0), "no edge makes NAME run after SOURCE, as the window's order"),
+        # versions
+        (STASH, f"{AT}/mb3/backward", f"{AT}/version2", "no edge makes NAME wait for SOURCE, the weights that it uses"),
+        (IN_TURN, RUN_ONCE.format(3), f"{AT}/version0", "no edge makes NAME wait for SOURCE, the weights that it uses"),
+        (STASH, f"{AT}/version2", f"{AT}/mb1/backward", "NAME overwrites version 0, and does not wait for SOURCE, its"),
+        (STASH, f"{AT}/version1", UPDATE.format(0), "NAME does not wait for the update that makes this version"),
+        (STASH, UPDATE.format(1), f"{AT}/version1", "NAME does not wait for SOURCE, which reads what it changes"),
+        # stages that use their weights themselves
+        (STASH, f"{LAST}/mb2/forward", "minibatch1/stage1/update", "NAME must run after SOURCE, whose weights it uses"),
+        (STASH, f"{LAST}/mb3/forward", "minibatch2/stage1/update", "NAME must run after SOURCE, whose weights it uses"),
+        (LATEST, f"{AT}/mb2/backward", UPDATE.format(1), "NAME must run after SOURCE, whose weights it uses"),
+        # updates
+        (STASH, COUNT.format(2), UPDATE.format(1), "no edge makes NAME run after SOURCE"),
+        (STASH, UPDATE.format(2), COUNT.format(2), "no edge makes NAME run after SOURCE"),
         (
             IN_TURN,
-            f"minibatch1/{AT}/run_once",
-            cut(f"minibatch0/{AT}/run_once"),
-            f"no edge makes 'minibatch1/{AT}/run_once' run after 'minibatch0/{AT}/run_once', as the window's order",
+            UPDATE.format(3),
+            "stage0/replica1/mb3/backward",
+            "no control edge makes NAME wait for SOURCE, which uses what",
         ),
-        # versions
+        # sums
+        (TWO_BUFFERED, ADD.format(1), ADD.format(0), f"%{AT}/mb0/backward:0 does not reach 'minibatch0/stage0/update'"),
         (
-            STASH,
-            f"{AT}/mb2/forward",
-            lambda node: node.with_attrs(version=0),
-            f"'{AT}/mb2/forward' must use version 1 of the weights, in slot 1",
+            TWO_BUFFERED,
+            ADD.format(2),
+            f"minibatch0/{AT}/gradients",
+            "no edge makes NAME run after SOURCE, and both use the same sums",
         ),
+    ],
+)
+def test_a_window_without_one_of_its_edges_is_refused(kind: WindowKind, name: str, source: str, said: str) -> None:
+    with refused(GraphError, said.replace("NAME", repr(name)).replace("SOURCE", repr(source))):
+        check(kind, change(kind.graph(), name, cut(source)))
+
+
+@pytest.mark.parametrize(
+    ("kind", "name", "attrs", "said"),
+    [
+        (STASH, f"{AT}/mb2/forward", {"version": 0}, " must use version 1 of the weights, in slot 1"),
+        (STASH, f"{AT}/version2", {"version": 1}, " stores version 2 in slot 1, not 0"),
+        (IN_TURN, "stage0/replica1/version0", {"variables": ("w0",)}, " stores ['w0'], not ['e', 'w0']"),
+        (STASH, COUNT.format(2), {"offset": 1}, " counts 1 minibatches of the window, not 2"),
+        (TWO_BUFFERED, ADD.format(2), {"first": False}, BEGINS),
+        (TWO_BUFFERED, ADD.format(3), {"first": True}, BEGINS),
+        (STASH, f"{AT}/mb0/forward", {"inline": True}, " is inlined"),
+    ],
+)
+def test_a_wrong_attribute_is_refused(kind: WindowKind, name: str, attrs: dict[str, Any], said: str) -> None:
+    with refused(GraphError, f"{name!r}{said}"):
+        check(kind, change(kind.graph(), name, lambda node: node.with_attrs(**attrs)))
+
+
+@pytest.mark.parametrize(
+    ("kind", "name", "make", "said"),
+    [
+        (STASH, f"{AT}/mb0/forward", lambda node: node.after("minibatch3/stage0/update", "late"), "has a cycle: "),
         (
             STASH,
             f"{AT}/mb2/backward",
@@ -92,96 +133,10 @@ def test_a_finished_window_passes_unchanged(kind: WindowKind) -> None:
             f"'{AT}/mb2/backward' must use version 1 of the weights, in slot 1",
         ),
         (
-            STASH,
-            f"{AT}/mb3/backward",
-            cut(f"{AT}/version2"),
-            f"no edge makes '{AT}/mb3/backward' wait for '{AT}/version2', the weights that it uses",
-        ),
-        (
-            IN_TURN,
-            f"minibatch3/{AT}/run_once",
-            cut(f"{AT}/version0"),
-            f"no edge makes 'minibatch3/{AT}/run_once' wait for '{AT}/version0', the weights that it uses",
-        ),
-        (
-            STASH,
-            f"{AT}/version2",
-            lambda node: node.with_attrs(version=1),
-            f"'{AT}/version2' stores version 2 in slot 1, not 0",
-        ),
-        (
-            STASH,
-            f"{AT}/version2",
-            cut(f"{AT}/mb1/backward"),
-            f"'{AT}/version2' overwrites version 0, and does not wait for '{AT}/mb1/backward', its last use",
-        ),
-        (
-            STASH,
-            f"{AT}/version1",
-            cut("minibatch0/stage0/update"),
-            f"'{AT}/version1' does not wait for the update that makes this version",
-        ),
-        (
-            STASH,
-            "minibatch1/stage0/update",
-            cut(f"{AT}/version1"),
-            f"'minibatch1/stage0/update' does not wait for '{AT}/version1', which reads what it changes",
-        ),
-        (
-            IN_TURN,
-            "stage0/replica1/version0",
-            lambda node: node.with_attrs(variables=("w0",)),
-            "'stage0/replica1/version0' stores ['w0'], not ['e', 'w0']",
-        ),
-        # stages that use their weights themselves
-        (
-            STASH,
-            "stage1/replica0/mb2/forward",
-            cut("minibatch1/stage1/update"),
-            "'stage1/replica0/mb2/forward' must run after 'minibatch1/stage1/update', whose weights it uses",
-        ),
-        (
-            STASH,
-            "stage1/replica0/mb3/forward",
-            cut("minibatch2/stage1/update"),
-            "'stage1/replica0/mb3/forward' must run after 'minibatch2/stage1/update', whose weights it uses",
-        ),
-        (
-            LATEST,
-            f"{AT}/mb2/backward",
-            cut("minibatch1/stage0/update"),
-            f"'{AT}/mb2/backward' must run after 'minibatch1/stage0/update', whose weights it uses",
-        ),
-        (
             LATEST,
             "minibatch1/stage0/update",
             lambda node: take("minibatch0/stage0/reduced_gradients")(cut(f"{AT}/mb1/backward")(node)),
             f"'minibatch1/stage0/update' must run after '{AT}/mb2/forward', which uses what it changes",
-        ),
-        # updates
-        (
-            STASH,
-            "minibatch2/stage0/count_update",
-            lambda node: node.with_attrs(offset=1),
-            "'minibatch2/stage0/count_update' counts 1 minibatches of the window, not 2",
-        ),
-        (
-            STASH,
-            "minibatch2/stage0/count_update",
-            cut("minibatch1/stage0/update"),
-            "no edge makes 'minibatch2/stage0/count_update' run after 'minibatch1/stage0/update'",
-        ),
-        (
-            STASH,
-            "minibatch2/stage0/update",
-            cut("minibatch2/stage0/count_update"),
-            "no edge makes 'minibatch2/stage0/update' run after 'minibatch2/stage0/count_update'",
-        ),
-        (
-            IN_TURN,
-            "minibatch3/stage0/update",
-            cut("stage0/replica1/mb3/backward"),
-            "no control edge makes 'minibatch3/stage0/update' wait for 'stage0/replica1/mb3/backward', which uses what",
         ),
         (
             STASH,
@@ -201,33 +156,6 @@ def test_a_finished_window_passes_unchanged(kind: WindowKind) -> None:
             lambda node: dataclasses.replace(node, inputs=(*node.inputs[:2], *node.inputs[:2])),
             "the gradient %stage0/replica1/mb3/backward:1 does not reach 'minibatch3/stage0/update'",
         ),
-        (
-            TWO_BUFFERED,
-            f"{AT}/mb1/accumulate",
-            cut(f"{AT}/mb0/accumulate"),
-            f"the gradient %{AT}/mb0/backward:0 does not reach 'minibatch0/stage0/update'",
-        ),
-        # sums
-        (
-            TWO_BUFFERED,
-            f"{AT}/mb2/accumulate",
-            cut(f"minibatch0/{AT}/gradients"),
-            f"no edge makes '{AT}/mb2/accumulate' run after 'minibatch0/{AT}/gradients', and both use the same sums",
-        ),
-        (
-            TWO_BUFFERED,
-            f"{AT}/mb2/accumulate",
-            lambda node: node.with_attrs(first=False),
-            f"'{AT}/mb2/accumulate': the first micro-batch of a minibatch, and no other, begins a new sum",
-        ),
-        (
-            TWO_BUFFERED,
-            f"{AT}/mb3/accumulate",
-            lambda node: node.with_attrs(first=True),
-            f"'{AT}/mb3/accumulate': the first micro-batch of a minibatch, and no other, begins a new sum",
-        ),
-        # the rest
-        (STASH, f"{AT}/mb0/forward", lambda node: node.with_attrs(inline=True), f"'{AT}/mb0/forward' is inlined"),
         (STASH, "loss", lambda node: dataclasses.replace(node, device=""), "node 'loss' has no device"),
     ],
 )
