@@ -12,6 +12,7 @@ import tensorflow as tf
 from dapple_tf.commands.ranks import Ranks
 from dapple_tf.commands.run_file import RunFile, RunStep, finite_or_none
 from dapple_tf.commands.tensorboard import Scalars, recorded_scalars
+from dapple_tf.commands.train_settings import TrainSettings
 from dapple_tf.commands.training_loop import StepResult
 from dapple_tf.runtime.step import PipelinedStep
 
@@ -25,32 +26,26 @@ def choose_interval(cost_seconds: float, step_seconds: float) -> int:
 
 
 class Observer:
-    """Runs the steps of a training run, numbered ``first`` to ``last``, and records some of them.
+    """Runs the steps of a training run, of which the ``first`` has this number, and records some of them.
 
-    ``trace``: the number of the last steps that are recorded, with their ops where ``trace_ops`` is set. ``curves``:
-    every n-th step is; the first four measure what recording costs, and rank 0 chooses n for all ``ranks``.
-    ``scalars``: where rank 0 writes the curves. ``record``: where it writes the steps.
+    For a trace the last steps are recorded, as the ``settings`` say. For curves every n-th step is: the first four
+    measure what recording costs, and rank 0 chooses n for all ``ranks``. ``scalars``: where rank 0 writes the curves.
+    ``record``: where it writes the steps.
     """
 
     def __init__(
         self,
         step: PipelinedStep,
         first: int,
-        last: int,
-        *,
-        trace: int,
-        curves: bool,
-        scalars: Scalars | None,
+        settings: TrainSettings,
         ranks: Ranks,
-        trace_ops: bool = False,
-        record: RunFile | None = None,
+        scalars: Scalars | None,
+        record: RunFile | None,
     ) -> None:
-        self._step = step
-        self._first, self._last = first, last
-        self._trace, self._trace_ops, self._curves = trace, trace_ops, curves
-        self._scalars = scalars
-        self._record = record
-        self._ranks = ranks
+        self._step, self._first, self._ranks = step, first, ranks
+        self._scalars, self._record = scalars, record
+        self._untraced = settings.steps - (settings.trace_steps if settings.trace else 0)  # the steps before the trace
+        self._trace_ops, self._curves = settings.trace_ops, settings.records_curves
         self._number = first - 1
         self._recorded = False
         self._interval = 1
@@ -61,9 +56,10 @@ class Observer:
         """Run the next step on a batch, recorded or not, and return its result."""
         self._number += 1
         on_curve = self._curves and (self._number - self._first) % self._interval == 0
-        self._recorded = on_curve or self._number > self._last - self._trace
+        traced = self._number > self._untraced
+        self._recorded = on_curve or traced
         if self._recorded:
-            return self._step.record(*batch, ops=self._trace_ops and self._number > self._last - self._trace)
+            return self._step.record(*batch, ops=self._trace_ops and traced)
         return self._step(*batch)
 
     def observe(self, done: StepResult) -> None:

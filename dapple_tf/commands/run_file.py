@@ -209,8 +209,10 @@ def read_run(path: str | os.PathLike[str]) -> Run:
                 end = line.end
         if start is None:
             raise RunError(f"it holds no run: {_ADVICE}")
-        with naming_file(f"line {plan_line}: start.plan", RunError):
-            plan = _read_plan(start.plan)
+        try:
+            plan = Plan.from_json(start.plan)
+        except PlanError as error:
+            raise RunError(f"line {plan_line}: start.plan: {error}") from error
     return Run(
         start,
         plan,
@@ -233,13 +235,6 @@ def _read_line(text: str, *, first: bool) -> _Line:
     if (line.start, line.step, line.end).count(None) != 2:
         raise RunError("it has not one of start, step and end")
     return line
-
-
-def _read_plan(data: Any) -> Plan:
-    try:
-        return Plan.from_json(data)
-    except PlanError as error:
-        raise RunError(str(error)) from error
 
 
 class RunFile:
@@ -267,12 +262,7 @@ class RunFile:
             self._stream = FileIO(self._path, "a" if goes_on else "w")
         except OSError as error:
             raise RunError(f"{self._path} cannot be written: {error.strerror}") from error
-        fields = dataclasses.asdict(start)
-        if start.restart is None:
-            del fields["restart"]
-        else:
-            fields["restart"] = _without_none(start.restart)
-        self._write({"format": FORMAT, "start": fields})
+        self._write({"format": FORMAT, "start": _without_none(start)})
 
     def __enter__(self) -> RunFile:
         return self
@@ -305,8 +295,11 @@ def finite_or_none(number: float) -> float | None:
     return number if math.isfinite(number) else None
 
 
-def _without_none(record: RunStep | RunEnd | RunRestart) -> dict[str, Any]:
-    return {key: value for key, value in dataclasses.asdict(record).items() if value is not None}
+def _without_none(record: RunStart | RunStep | RunEnd) -> dict[str, Any]:
+    """Return the fields that have a value, of a record and of the records in it."""
+    return dataclasses.asdict(
+        record, dict_factory=lambda fields: {name: value for name, value in fields if value is not None}
+    )
 
 
 def _has_no_line(path: Path) -> bool:

@@ -265,17 +265,7 @@ def _train(
     if scalars is not None and restart is not None:
         scalars.write_text(done, "restart", str(restart))
     words = step.plan.training.words
-    observer = Observer(
-        step,
-        done + 1,
-        settings.steps,
-        trace=settings.trace_steps if settings.trace else 0,
-        trace_ops=settings.trace_ops,
-        curves=settings.records_curves,
-        scalars=scalars,
-        record=record,
-        ranks=ranks,
-    )
+    observer = Observer(step, done + 1, settings, ranks, scalars, record)
 
     def after(done: StepResult) -> None:
         saver.note(done)
