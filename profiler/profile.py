@@ -389,20 +389,10 @@ def _check_positions(field: str, positions: Sequence[int], layers: int) -> None:
 
 
 def _to_json(profile: Profile) -> dict[str, Any]:
-    """Return the file's fields; empty optional ones are left out."""
-    data = asdict(profile)
-    for field in ("edges", "whole", "error"):
-        if data[field] is None:
-            del data[field]
-    for field in ("timings", "uncuttable", "unsplittable"):
-        if not data[field]:
-            del data[field]
-    for layer in data["layers"]:
-        if layer["weights_seconds"] is None:
-            del layer["weights_seconds"]
-        if not layer["kinds"]:
-            del layer["kinds"]
-    return {"format": FORMAT, **data}
+    """Return the file's fields; empty optional ones are left out, but for ``edges``: without it a file is a chain."""
+    absent: tuple[Any, ...] = (None, (), {})
+    data = asdict(profile, dict_factory=lambda fields: {name: value for name, value in fields if value not in absent})
+    return {"format": FORMAT, **data, **({} if profile.edges is None else {"edges": profile.edges})}
 
 
 # --- The profile of a model on each device of a cluster, by the device's kind

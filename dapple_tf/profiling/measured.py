@@ -184,13 +184,9 @@ def _measure(
         describe_device(),
         *runs.split(stages, call_seconds),
         timings=tuple(timings),
-        whole=_whole_model(*whole) if whole else None,
+        whole=WholeModel(_median(whole[0]), max(0.0, _median(whole[1]) - _median(whole[0]))) if whole else None,
         error=relative_spread(stages),
     )
-
-
-def _whole_model(forward: Floats, both: Floats) -> WholeModel:
-    return WholeModel(_median(forward), max(0.0, _median(both) - _median(forward)))
 
 
 def _count_runs(facts: LayerFacts, plain: PlainModel | None, empty: Callable[[], Floats], effort: _Effort) -> int:
