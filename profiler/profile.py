@@ -23,7 +23,7 @@ from dapple_tf.errors import ProfileError
 from dapple_tf.profiler.cluster import Cluster
 from dapple_tf.profiler.files import describe_reason, write_atomically
 from dapple_tf.profiler.read_files import naming_file, read_json
-from dapple_tf.profiler.records import Count, Figure, Name, read_record
+from dapple_tf.profiler.records import Count, Figure, Name, read_record, write_record
 from dapple_tf.profiler.topology import check_edges
 from dapple_tf.wording import format_count
 
@@ -390,9 +390,11 @@ def _check_positions(field: str, positions: Sequence[int], layers: int) -> None:
 
 def _to_json(profile: Profile) -> dict[str, Any]:
     """Return the file's fields; empty optional ones are left out, but for ``edges``: without it a file is a chain."""
-    absent: tuple[Any, ...] = (None, (), {})
-    data = asdict(profile, dict_factory=lambda fields: {name: value for name, value in fields if value not in absent})
-    return {"format": FORMAT, **data, **({} if profile.edges is None else {"edges": profile.edges})}
+    return {
+        "format": FORMAT,
+        **write_record(profile, (None, (), {})),
+        **({} if profile.edges is None else {"edges": profile.edges}),
+    }
 
 
 # --- The profile of a model on each device of a cluster, by the device's kind

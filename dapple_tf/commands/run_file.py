@@ -6,7 +6,6 @@ the same file. ``dapple report`` reads it.
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import math
 import os
@@ -19,7 +18,7 @@ from typing import Any
 from dapple_tf.errors import PlanError, RunError
 from dapple_tf.plans import Plan
 from dapple_tf.profiler.read_files import naming_file, parse_json, read_text
-from dapple_tf.profiler.records import Count, Figure, Name, read_record
+from dapple_tf.profiler.records import Count, Figure, Name, read_record, write_record
 from dapple_tf.profiler.units import format_seconds
 from dapple_tf.wording import format_count
 
@@ -262,7 +261,7 @@ class RunFile:
             self._stream = FileIO(self._path, "a" if goes_on else "w")
         except OSError as error:
             raise RunError(f"{self._path} cannot be written: {error.strerror}") from error
-        self._write({"format": FORMAT, "start": _without_none(start)})
+        self._write({"format": FORMAT, "start": write_record(start)})
 
     def __enter__(self) -> RunFile:
         return self
@@ -273,11 +272,11 @@ class RunFile:
 
     def add_step(self, step: RunStep) -> None:
         """Write a step that is done."""
-        self._write({"step": _without_none(step)})
+        self._write({"step": write_record(step)})
 
     def end(self, end: RunEnd) -> None:
         """Write the end."""
-        self._write({"end": _without_none(end)})
+        self._write({"end": write_record(end)})
 
     def _write(self, data: Mapping[str, Any]) -> None:
         if self._stream is None:
@@ -293,13 +292,6 @@ class RunFile:
 def finite_or_none(number: float) -> float | None:
     """Return the number, or None where it is NaN or infinite, which JSON has not."""
     return number if math.isfinite(number) else None
-
-
-def _without_none(record: RunStart | RunStep | RunEnd) -> dict[str, Any]:
-    """Return the fields that have a value, of a record and of the records in it."""
-    return dataclasses.asdict(
-        record, dict_factory=lambda fields: {name: value for name, value in fields if value is not None}
-    )
 
 
 def _has_no_line(path: Path) -> bool:

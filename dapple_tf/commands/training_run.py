@@ -88,7 +88,7 @@ def run_training(settings: TrainSettings, given: Options, options: Mapping[str, 
         if record is not None and settings.records_steps:
             record.end(_describe_end(step))
     recording = _named_recording(step, options["model"], settings) if settings.trace and ranks.is_first else None
-    report = make_report(
+    text, fields = make_report(
         run,
         step,
         settings,
@@ -97,9 +97,9 @@ def run_training(settings: TrainSettings, given: Options, options: Mapping[str, 
         recording=recording,
         restarts=ranks.run_on_first(lambda: read_restarts(settings.record_path, restart)) or (),
     )
-    ranks.print_result(str(report))
+    ranks.print_result(text)
     if options["as_json"]:
-        ranks.print_result(json.dumps({"steps": settings.steps, **report.fields}))
+        ranks.print_result(json.dumps({"steps": settings.steps, **fields}))
     if settings.trace and recording is not None:
         save_recording(recording, settings.trace)  # after the report, which is not lost where this fails
     if losses.problem:
