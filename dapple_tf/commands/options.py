@@ -121,10 +121,6 @@ def parse_stages(text: str) -> int | str | list[str]:
     return text if text == "auto" else text.split(",")
 
 
-def _parse_replicas(text: str) -> tuple[int, ...]:
-    return parse_numbers(text, f"--replicas {text}: give one whole number for each stage, such as 2,1")
-
-
 def parse_slice(text: str) -> Slice:
     """Return what ``--slice`` states, as ``dapple.pipeline`` takes it; UsageError where it is no number."""
     if text == "auto":
@@ -176,7 +172,9 @@ def parse_numbers(text: str, problem: str) -> tuple[int, ...]:
 _READERS: Mapping[str, Callable[[Any], Any]] = MappingProxyType(
     {
         "stages": parse_stages,
-        "replicas": _parse_replicas,
+        "replicas": lambda text: parse_numbers(
+            text, f"--replicas {text}: give one whole number for each stage, such as 2,1"
+        ),
         "micro_batches": parse_micro_batches,
         "recompute": parse_recompute,
         "slice": parse_slice,
