@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import math
+import os
 import statistics
 import time
+from collections.abc import Mapping
 from typing import Any
 
 import tensorflow as tf
 
 from dapple_tf.commands.ranks import Ranks
 from dapple_tf.commands.run_file import RunFile, RunStep, finite_or_none
-from dapple_tf.commands.tensorboard import Scalars, recorded_scalars
 from dapple_tf.commands.train_settings import TrainSettings
 from dapple_tf.commands.training_loop import StepResult
 from dapple_tf.runtime.step import PipelinedStep
+from dapple_tf.timeline.critical_path import sum_by_kind
+from dapple_tf.timeline.timeline import Timeline
 
 _MAX_COST = 0.01  # of a step's time, for recording that is always on
 _MEASURED_STEPS = 4  # steps that measure the cost of recording; the first costs more than the others
@@ -85,6 +88,49 @@ class Observer:
         if self._interval > 1:
             takes = f"recording a step takes {cost * 1e3:.2g} ms"
             self._ranks.print_result(f"one step in {self._interval} is recorded: {takes}")
+
+
+# --- Write scalars of a run for TensorBoard; only viewing them needs TensorBoard installed
+
+# Marks a tensor as a point of a curve.
+_SCALAR = tf.compat.v1.SummaryMetadata(
+    plugin_data=tf.compat.v1.SummaryMetadata.PluginData(plugin_name="scalars"), data_class="DATA_CLASS_SCALAR"
+)
+
+
+class Scalars:
+    """Writes scalars by step into ``folder``; they reach the file at ``close``, or at a ``write`` two minutes later."""
+
+    def __init__(self, folder: str | os.PathLike[str]) -> None:
+        self._writer = tf.summary.create_file_writer(os.fspath(folder))
+
+    def write(self, step: int, values: Mapping[str, float]) -> None:
+        """Add a point at ``step`` to each named curve, all in one event."""
+        summary = tf.compat.v1.Summary(
+            value=[
+                tf.compat.v1.Summary.Value(tag=name, tensor=tf.make_tensor_proto(value, tf.float32), metadata=_SCALAR)
+                for name, value in values.items()
+            ]
+        )
+        with self._writer.as_default():
+            tf.summary.experimental.write_raw_pb(summary.SerializeToString(), step=step)
+
+    def write_text(self, step: int, name: str, text: str) -> None:
+        """Add a text at ``step``; it reaches the file at once."""
+        with self._writer.as_default():
+            tf.summary.text(name, text, step=step)
+        self._writer.flush()
+
+    def close(self) -> None:
+        """Write the points that are not in the file yet, and close it."""
+        self._writer.close()
+
+
+def recorded_scalars(timeline: Timeline) -> dict[str, float]:
+    """Return the further curves of a recorded step: its bubble, utilisations (fractions), and seconds of its parts."""
+    busy = {f"utilisation/stage_{stage}": share for stage, share in enumerate(timeline.stage_utilisation)}
+    path = {f"critical_path_seconds/{kind}": seconds for kind, seconds in sum_by_kind(timeline.critical_path).items()}
+    return {"bubble": timeline.bubble, "step_seconds": timeline.seconds, **busy, **path}
 
 
 # --- Notice a training run whose loss becomes NaN or infinite: warn at once, keep good checkpoints, fail at the end

@@ -26,11 +26,10 @@ from dapple_tf.checkpoint.content import Position
 from dapple_tf.checkpoint.names import checkpoint_name
 from dapple_tf.commands.command import describe_own_command
 from dapple_tf.commands.model_loading import load_model
-from dapple_tf.commands.observation import LossWatch, Observer
+from dapple_tf.commands.observation import LossWatch, Observer, Scalars
 from dapple_tf.commands.plain import time_plain_model
 from dapple_tf.commands.ranks import Ranks
 from dapple_tf.commands.run_file import RunEnd, RunFile, RunRestart, RunStart, bytes_of_stages
-from dapple_tf.commands.tensorboard import Scalars
 from dapple_tf.commands.train_settings import TrainSettings, check_unfinished
 from dapple_tf.commands.training_loop import RunResult, StepResult, repeat_batches, run_steps
 from dapple_tf.commands.training_report import find_other_data, find_restart, make_report, read_restarts

@@ -8,9 +8,8 @@ from pathlib import Path
 import pytest
 import tensorflow as tf
 
-from dapple_tf.commands.observation import Observer, choose_interval
+from dapple_tf.commands.observation import Observer, Scalars, choose_interval, recorded_scalars
 from dapple_tf.commands.ranks import Ranks
-from dapple_tf.commands.tensorboard import Scalars, recorded_scalars
 from dapple_tf.commands.train_settings import TrainSettings
 from dapple_tf.commands.training_loop import StepResult
 from dapple_tf.distributed.membership import Job
