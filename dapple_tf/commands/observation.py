@@ -162,7 +162,8 @@ class LossWatch:
             self.minibatch_losses.append(self._step.losses.numpy().tolist())
         if not math.isfinite(done.loss) and self._first is None:
             self._first = done
-            self._bad_minibatch = self._find_bad_minibatch()
+            losses = self.minibatch_losses[-1] if self._in_windows else []
+            self._bad_minibatch = next((m for m, loss in enumerate(losses) if not math.isfinite(loss)), 0)
             self._tell(f"warning: the loss of {self._place(done)} is {done.loss}: to find out why, {self._advice}")
 
     def may_save(self) -> bool:
@@ -205,11 +206,6 @@ class LossWatch:
         if not self._in_windows:
             return f"step {done.number}"
         return f"minibatch {self._bad_minibatch} of window {done.number}"
-
-    def _find_bad_minibatch(self) -> int:
-        """Return the first minibatch of the last window whose loss is not finite; 0 in a synchronous step."""
-        losses = self.minibatch_losses[-1] if self._in_windows else []
-        return next((m for m, loss in enumerate(losses) if not math.isfinite(loss)), 0)
 
     def _has_bad_variable(self) -> bool:
         """Return whether a trained variable, of those that this rank holds, is not finite."""

@@ -172,19 +172,23 @@ def _measure(
             after_round=lambda: show("measuring", 1),
             full_share=full_share,
         )
-        stages, calls, *whole = measure([probe, empty, *compared])
+        stages, calls, *others = measure([probe, empty, *compared])
         call_seconds = _median(calls)
         timings = []
         for n in other_sizes:
             (seconds,) = measure([runs.probe([_take_rows(tensor, n) for tensor in rows])])
             timings.append(Timing(n, *(tuple(map(float, part)) for part in runs.split(seconds, call_seconds))))
+    whole = None
+    if plain:
+        forward, both = map(_median, others)
+        whole = WholeModel(forward, max(0.0, both - forward))
     return make_profile(
         facts,
         model or facts.captured.graph.name,
         describe_device(),
         *runs.split(stages, call_seconds),
         timings=tuple(timings),
-        whole=WholeModel(_median(whole[0]), max(0.0, _median(whole[1]) - _median(whole[0]))) if whole else None,
+        whole=whole,
         error=relative_spread(stages),
     )
 
