@@ -248,7 +248,7 @@ class Profile:
     @cached_property
     def _tables(self) -> dict[str, Floats]:
         """For each direction, a row of seconds for each of ``measured_sizes``; made monotonic in the size."""
-        return {field: self._table(field) for field in ("forward_seconds", "backward_seconds")}
+        return {field: self._table(field) for field in _SECONDS}
 
     def _table(self, field: str) -> Floats:
         rows = {timing.batch_size: getattr(timing, field) for timing in self.timings}
@@ -369,7 +369,7 @@ def _check_timings(timings: Sequence[Timing], batch_size: int, layers: int) -> N
                 f"none the profile's own {batch_size}"
             )
         before = timing.batch_size
-        for field in ("forward_seconds", "backward_seconds"):
+        for field in _SECONDS:
             seconds = getattr(timing, field)
             if len(seconds) != layers:
                 raise ProfileError(

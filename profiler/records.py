@@ -115,7 +115,10 @@ def read_record(
 
 
 def write_record(record: Any, absent: Sequence[object] = (None,)) -> dict[str, Any]:
-    """Return the fields of a dataclass for a file, without those whose value is one of ``absent``; also inside them."""
+    """Return the fields of a dataclass as a file holds them, and of the dataclasses in them.
+
+    Fields whose value is one of ``absent`` are left out.
+    """
     return asdict(record, dict_factory=lambda fields: {name: value for name, value in fields if value not in absent})
 
 
