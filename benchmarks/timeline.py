@@ -88,7 +88,7 @@ def measure_first(model: str) -> list[dict[str, float]]:
 
 def measure_cost(model: str) -> dict[str, Any]:
     """Return the seconds of plain and recorded steps in turn, and the median ones to read and to write a timeline."""
-    from dapple_tf.commands.tensorboard import Scalars, recorded_scalars
+    from dapple_tf.commands.observation import Scalars, recorded_scalars
 
     step, batch = _make_step(model)
     steps = {"step": lambda: float(step(*batch)), "record": lambda: float(step.record(*batch))}

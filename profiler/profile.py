@@ -23,7 +23,7 @@ from dapple_tf.errors import ProfileError
 from dapple_tf.profiler.cluster import Cluster
 from dapple_tf.profiler.files import describe_reason, write_atomically
 from dapple_tf.profiler.read_files import naming_file, read_json
-from dapple_tf.profiler.records import Count, Figure, Name, read_record
+from dapple_tf.profiler.records import Count, Figure, Name, read_record, write_record
 from dapple_tf.profiler.topology import check_edges
 from dapple_tf.wording import format_count
 
@@ -248,7 +248,7 @@ class Profile:
     @cached_property
     def _tables(self) -> dict[str, Floats]:
         """For each direction, a row of seconds for each of ``measured_sizes``; made monotonic in the size."""
-        return {field: self._table(field) for field in ("forward_seconds", "backward_seconds")}
+        return {field: self._table(field) for field in _SECONDS}
 
     def _table(self, field: str) -> Floats:
         rows = {timing.batch_size: getattr(timing, field) for timing in self.timings}
@@ -369,7 +369,7 @@ def _check_timings(timings: Sequence[Timing], batch_size: int, layers: int) -> N
                 f"none the profile's own {batch_size}"
             )
         before = timing.batch_size
-        for field in ("forward_seconds", "backward_seconds"):
+        for field in _SECONDS:
             seconds = getattr(timing, field)
             if len(seconds) != layers:
                 raise ProfileError(
@@ -389,20 +389,12 @@ def _check_positions(field: str, positions: Sequence[int], layers: int) -> None:
 
 
 def _to_json(profile: Profile) -> dict[str, Any]:
-    """Return the file's fields; empty optional ones are left out."""
-    data = asdict(profile)
-    for field in ("edges", "whole", "error"):
-        if data[field] is None:
-            del data[field]
-    for field in ("timings", "uncuttable", "unsplittable"):
-        if not data[field]:
-            del data[field]
-    for layer in data["layers"]:
-        if layer["weights_seconds"] is None:
-            del layer["weights_seconds"]
-        if not layer["kinds"]:
-            del layer["kinds"]
-    return {"format": FORMAT, **data}
+    """Return the file's fields; empty optional ones are left out, but for ``edges``: without it a file is a chain."""
+    return {
+        "format": FORMAT,
+        **write_record(profile, (None, (), {})),
+        **({} if profile.edges is None else {"edges": profile.edges}),
+    }
 
 
 # --- The profile of a model on each device of a cluster, by the device's kind

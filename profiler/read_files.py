@@ -133,7 +133,6 @@ def _refuse_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 LONGEST_YAML = 2**18
 """Bytes of a YAML file; reading them takes about a second. Larger files can be given as JSON."""
 
-_MOST_NESTED = 32  # levels of nesting
 _MOST_VALUES = 100_000  # with aliases written out
 _LONGEST_SCALAR = 2000  # characters; Python cannot print whole numbers of over 4300 digits, 3600 in base 16
 
@@ -192,8 +191,8 @@ class _PlainLoader(yaml.SafeLoader):
             raise ValueError(f"{line}: a value of {len(event.value)} characters; at most {_LONGEST_SCALAR} are read")
         if isinstance(event, yaml.ScalarEvent) and _SURROGATE_HALF.search(event.value):
             raise ValueError(f"{line}: {quote(event.value)} is not Unicode text: it has half of a surrogate pair")
-        if self._depth > _MOST_NESTED:
-            raise ValueError(f"{line}: lists and objects are nested in more than {_MOST_NESTED} levels")
+        if self._depth > _DEEPEST:
+            raise ValueError(f"{line}: lists and objects are nested in more than {_DEEPEST} levels")
         opened = {str(event.anchor)} if isinstance(event, yaml.CollectionStartEvent) and event.anchor else set()
         self._depth += 1
         self._open |= opened

@@ -12,7 +12,7 @@ import functools
 import re
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import MISSING, dataclass, fields, is_dataclass
+from dataclasses import MISSING, asdict, dataclass, fields, is_dataclass
 from types import NoneType, UnionType
 from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
@@ -112,6 +112,14 @@ def read_record(
             raise error(f"format is {quote(found)}, not {file_format!r}{_describe_source(found, file_format)}")
         data = {key: value for key, value in data.items() if key != "format"}
     return _Reader(error).convert(data, kind, where)
+
+
+def write_record(record: Any, absent: Sequence[object] = (None,)) -> dict[str, Any]:
+    """Return the fields of a dataclass as a file holds them, and of the dataclasses in them.
+
+    Fields whose value is one of ``absent`` are left out.
+    """
+    return asdict(record, dict_factory=lambda fields: {name: value for name, value in fields if value not in absent})
 
 
 _SOURCES = {

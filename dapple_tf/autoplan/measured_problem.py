@@ -51,8 +51,13 @@ class PlanningInputs:
         return batch_size(self.batch)
 
 
-def check_cluster(inputs: PlanningInputs, cluster: Cluster) -> None:
-    """Raise PlanError unless ``cluster`` has as many devices as the job has ranks, or at most those of this process."""
+def choose_cluster(inputs: PlanningInputs, devices: int) -> Cluster:
+    """Return the cluster that is given, else that of the job's ranks, else that of ``devices`` devices of this process.
+
+    Raises PlanError unless it has as many devices as the job has ranks, or at most those of this process, and where the
+    links between the job's servers are unknown.
+    """
+    cluster = inputs.cluster or (_detect_job_cluster() if inputs.ranks else Cluster.detect(devices))
     if inputs.ranks and cluster.devices != inputs.devices:
         raise PlanError(
             f"the cluster has {format_count(cluster.devices, 'device')}, but the job has "
@@ -64,10 +69,10 @@ def check_cluster(inputs: PlanningInputs, cluster: Cluster) -> None:
             f"the cluster has {format_count(cluster.devices, 'device')}, but this process has {inputs.devices}: "
             f"{MORE_DEVICES}, or plan for a smaller cluster (cluster=, --cluster)"
         )
+    return cluster
 
 
-def detect_job_cluster() -> Cluster:
-    """Return the cluster of the job's ranks; raise PlanError where the links between its servers are unknown."""
+def _detect_job_cluster() -> Cluster:
     try:
         return Cluster.detect()
     except ClusterError as error:

@@ -11,15 +11,15 @@ import dataclasses
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any, Literal, get_args
 
 import numpy as np
 from typing_extensions import TypedDict
 
 from dapple_tf.autoplan.batch_fit import GivenSizes, are_counts, check_batch_size, check_given_sizes, count_samples
-from dapple_tf.autoplan.recompute_option import Recompute, StageNumbers, check_recompute
-from dapple_tf.autoplan.slice_option import SLICED_SCHEDULES, Slice, check_slice
+from dapple_tf.autoplan.recompute_option import Recompute, StageNumbers, is_recompute
+from dapple_tf.autoplan.slice_option import SLICED_SCHEDULES, Slice, is_slice
 from dapple_tf.errors import PlanError, ScheduleError
 from dapple_tf.exactness import BatchLoss, BatchNorm, Inexact
 from dapple_tf.graph_passes.schedules.spec import ScheduleSpec
@@ -90,79 +90,55 @@ def _option(
     more: str = "",
     page: str = "",
     flag: str = "",
-    check: Callable[[Any], None] | None = None,
+    accepts: Callable[[Any], bool] = lambda given: True,
+    advice: str = "",
     repr: bool = True,
 ) -> Any:
     """Return the field of an option.
 
     ``meaning``: a sentence, for help and tables. ``more``: the text that follows it in docstrings. ``page``: the page
-    and section of the guide about it. ``flag``: its name on the command line; "" where it has none. ``check``: raises
-    PlanError for a wrong value. ``repr``: whether the ``repr`` of the options shows it.
+    and section of the guide about it. ``flag``: its name on the command line; "" where it has none. ``accepts``:
+    returns whether a value is right, or raises an error that says why not. ``advice``: what to give in place of a wrong
+    value. ``repr``: whether the ``repr`` of the options shows it.
     """
-    about = {"meaning": meaning, "more": more, "page": page, "flag": flag, "check": check}
+    about = {"meaning": meaning, "more": more, "page": page, "flag": flag, "accepts": accepts, "advice": advice}
     return field(default=default, metadata=about, repr=repr)
 
 
-def _check_interval(given: object) -> None:
-    if given is not None and (isinstance(given, bool) or not isinstance(given, int) or given < 1):
-        raise PlanError(f"snapshot_every={given!r}: give a number of steps, at least 1, or None")
+def _is_flag(given: object) -> bool:
+    return isinstance(given, bool)
 
 
-def _check_stages(given: object) -> None:
-    if isinstance(given, bool) or not (isinstance(given, int) or given == "auto" or _is_list_of(str, given)):
-        raise PlanError(f"stages={given!r}: give a number, a list of layer names, or 'auto'")
+def _is_interval(given: object) -> bool:
+    return given is None or (isinstance(given, int) and not isinstance(given, bool) and given >= 1)
 
 
-def _check_replicas(given: object) -> None:
-    if given is not None and not _is_list_of(int, given):
-        raise PlanError(f"replicas={given!r}: give one whole number for each stage, such as [2, 1]")
+def _is_stages(given: object) -> bool:
+    return not isinstance(given, bool) and (isinstance(given, int) or given == "auto" or _is_list_of(str, given))
 
 
-def _check_micro_batches(given: object) -> None:
+def _is_replicas(given: object) -> bool:
+    return given is None or _is_list_of(int, given)
+
+
+def _is_micro_batches(given: object) -> bool:
     if isinstance(given, Sequence) and not isinstance(given, str):
         check_given_sizes(given)
-    elif given is not None and type(given) is not int and not (isinstance(given, str) and given == "auto"):
-        raise PlanError(
-            f"micro_batches={given!r}: give a whole number, 'auto', or a list of the samples or shares of each "
-            "micro-batch"
-        )
+        return True
+    return given is None or type(given) is int or (isinstance(given, str) and given == "auto")
 
 
-def _check_schedule(given: object) -> None:
-    if not isinstance(given, str):
-        raise PlanError(f"schedule={given!r}: give a name, such as 'dapple-a'")
-    if given != "auto":
+def _is_schedule(given: object) -> bool:
+    if isinstance(given, str) and given != "auto":
         ScheduleSpec.parse(given)
+    return isinstance(given, str)
 
 
-def _check_choice(name: str, choices: Sequence[object], advice: str) -> Callable[[Any], None]:
-    """Return a check that an option is one of the ``choices``; ``advice``: what to give instead."""
-
-    def check(given: object) -> None:
-        if given not in choices:
-            raise PlanError(f"{name}={given!r}: {advice}")
-
-    return check
-
-
-def _check_file(name: str) -> Callable[[Any], None]:
-    """Return a check that an option is a plan or a cluster, as its ``name`` says, or None."""
-
-    def check(given: object) -> None:
-        if given is not None:
-            check_inputs(**{name: given})
-
-    return check
-
-
-def _check_flag(name: str) -> Callable[[Any], None]:
-    """Return a check that an option is True or False."""
-
-    def check(given: object) -> None:
-        if not isinstance(given, bool):
-            raise PlanError(f"{name}={given!r}: give True or False")
-
-    return check
+def _is_input(name: str, given: object) -> bool:
+    """Return True for None, and for the kind of input that ``name`` says; raise PlanError for anything else."""
+    if given is not None:
+        check_inputs(**{name: given})
+    return True
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -179,7 +155,8 @@ class Options:
         more='With "auto" the model is profiled, and planned for ``cluster`` or the devices at hand.',
         page="wrap.md#stages",
         flag="--stages",
-        check=_check_stages,
+        accepts=_is_stages,
+        advice="give a number, a list of layer names, or 'auto'",
     )
     replicas: Sequence[int] | None = _option(
         None,
@@ -187,7 +164,8 @@ class Options:
         more="Such as [2, 1].",
         page="wrap.md#replicas",
         flag="--replicas",
-        check=_check_replicas,
+        accepts=_is_replicas,
+        advice="give one whole number for each stage, such as [2, 1]",
     )
     micro_batches: MicroBatches | None = _option(
         None,
@@ -199,7 +177,8 @@ class Options:
         "number of stages.",
         page="schedules.md#micro-batches-of-given-sizes",
         flag="--micro-batches",
-        check=_check_micro_batches,
+        accepts=_is_micro_batches,
+        advice="give a whole number, 'auto', or a list of the samples or shares of each micro-batch",
     )
     schedule: str = _option(
         "auto",
@@ -211,7 +190,8 @@ class Options:
         '1B0 1F1 1B1".',
         page="schedules.md",
         flag="--schedule",
-        check=_check_schedule,
+        accepts=_is_schedule,
+        advice="give a name, such as 'dapple-a'",
     )
     recompute: Recompute = _option(
         False,
@@ -219,14 +199,16 @@ class Options:
         more='Give True or "all", one flag for each stage, or the names of layers.',
         page="memory.md",
         flag="--recompute",
-        check=check_recompute,
+        accepts=is_recompute,
+        advice="give True ('all') or False ('none'), one flag for each stage, such as [True, False], or layer names, "
+        "such as ['block_2']",
     )
     plan: Plan | None = _option(
         None,
         "A plan that a planner made, in place of stages, replicas, micro_batches, schedule and recompute.",
         page="plan.md",
         flag="--plan",
-        check=_check_file("plan"),
+        accepts=partial(_is_input, "plan"),
         repr=False,
     )
     inexact: Inexact = _option(
@@ -235,7 +217,8 @@ class Options:
         'that says why) or "allow".',
         more="See ``step.exactness``.",
         page="exactness.md#what-couples-samples",
-        check=_check_choice("inexact", get_args(Inexact), "give one of 'error', 'warn', 'allow'"),
+        accepts=get_args(Inexact).__contains__,
+        advice="give one of 'error', 'warn', 'allow'",
     )
     batch_loss: BatchLoss = _option(
         False,
@@ -245,7 +228,8 @@ class Options:
         "once a step on the rows of all micro-batches, and backward starts when it has. That needs the schedule "
         '"gpipe", and memory for the activations of all micro-batches.',
         page="exactness.md#losses-that-do-not-add-up",
-        check=_check_choice("batch_loss", (False, True, "auto"), "give False, True or 'auto'"),
+        accepts=(False, True, "auto").__contains__,
+        advice="give False, True or 'auto'",
     )
     batch_norm: BatchNorm = _option(
         "micro-batch",
@@ -256,7 +240,8 @@ class Options:
         'with "deferred" they move once a step, by mean and variance over the whole batch.',
         page="exactness.md#batch-norm",
         flag="--batch-norm",
-        check=_check_choice("batch_norm", get_args(BatchNorm), "give one of 'micro-batch', 'deferred', 'sync'"),
+        accepts=get_args(BatchNorm).__contains__,
+        advice="give one of 'micro-batch', 'deferred', 'sync'",
     )
     jit_compile: bool | None = _option(
         None,
@@ -265,9 +250,8 @@ class Options:
         more="A warning names the functions that run without it.",
         page="wrap.md#xla",
         flag="--jit-compile/--no-jit-compile",
-        check=_check_choice(
-            "jit_compile", (None, True, False), "give True, False, or None to follow the loss function"
-        ),
+        accepts=(None, True, False).__contains__,
+        advice="give True, False, or None to follow the loss function",
     )
     slice: Slice = _option(
         None,
@@ -276,7 +260,8 @@ class Options:
         more='For 1F1B ("dapple-a") with three stages or more.',
         page="schedules.md#sliced-micro-batches",
         flag="--slice",
-        check=check_slice,
+        accepts=is_slice,
+        advice="give the number of micro-batches to slice, or 'auto'",
     )
     mode: Mode = _option(
         "sync",
@@ -286,7 +271,8 @@ class Options:
         "which are in ``step.losses``.",
         page="asynchronous.md",
         flag="--async",
-        check=_check_choice("mode", get_args(Mode), "give 'sync' or 'async'"),
+        accepts=get_args(Mode).__contains__,
+        advice="give 'sync' or 'async'",
     )
     minibatches: int | None = _option(
         None,
@@ -316,12 +302,9 @@ class Options:
         "What the optimizer gets of a variable that is used by its rows, such as an embedding: the "
         'tf.IndexedSlices of one device ("exact"), or a tensor of the variable\'s shape ("dense").',
         page="exactness.md#sparse-gradients",
-        check=_check_choice(
-            "sparse_gradients",
-            get_args(SparseGradients),
-            "give 'exact' (the optimizer gets an embedding's gradient as on one device) or 'dense' (it gets a "
-            "dense tensor)",
-        ),
+        accepts=get_args(SparseGradients).__contains__,
+        advice="give 'exact' (the optimizer gets an embedding's gradient as on one device) or 'dense' (it gets a "
+        "dense tensor)",
     )
     elastic: bool = _option(
         False,
@@ -330,7 +313,8 @@ class Options:
         more="For jobs that are started again with the ranks that are left.",
         page="elastic.md",
         flag="--elastic",
-        check=_check_flag("elastic"),
+        accepts=_is_flag,
+        advice="give True or False",
     )
     snapshot_every: int | None = _option(
         None,
@@ -339,7 +323,8 @@ class Options:
         more="While further steps run. ``dapple.Checkpoints`` of the step takes the snapshots and restores them.",
         page="elastic.md#snapshots",
         flag="--snapshot-every",
-        check=_check_interval,
+        accepts=_is_interval,
+        advice="give a number of steps, at least 1, or None",
     )
     shard_optimizer: bool = _option(
         False,
@@ -349,7 +334,8 @@ class Options:
         "even as their sizes allow.",
         page="memory.md#sharded-optimizer",
         flag="--shard-optimizer",
-        check=_check_flag("shard_optimizer"),
+        accepts=_is_flag,
+        advice="give True or False",
     )
     devices: Sequence[str | int] | None = _option(
         None, 'Names or indices of the devices to use, such as ["GPU:0", "GPU:1"].', repr=False
@@ -360,7 +346,7 @@ class Options:
         more="The plan is made from a profile that is measured now; ``step.choice`` says why it was chosen.",
         page="plan.md",
         flag="--cluster",
-        check=_check_file("cluster"),
+        accepts=partial(_is_input, "cluster"),
         repr=False,
     )
 
@@ -369,8 +355,8 @@ class Options:
             given = _as_python(getattr(self, declared.name))
             given = as_flag(given) if declared.name == "recompute" else given
             object.__setattr__(self, declared.name, given)
-            if (check := declared.metadata["check"]) is not None:
-                check(given)
+            if not declared.metadata["accepts"](given):
+                raise PlanError(f"{declared.name}={given!r}: {declared.metadata['advice']}")
         if self.window is not None and self.replicas and min(self.replicas) > 0:  # 0 is refused later, with the stages
             self.window.versions(self.replicas)
         if self.spec is not None and (self.stages_are_auto or self.micro_batches_are_auto):

@@ -22,16 +22,12 @@ Recompute = RecomputeLevel | Sequence[bool] | Sequence[str] | StageNumbers
 """All layers or none; one flag for each stage; names of layers; or numbers of stages."""
 
 
-def check_recompute(wanted: object) -> None:
-    """Raise PlanError unless ``wanted`` is a Recompute."""
+def is_recompute(wanted: object) -> bool:
+    """Return whether ``wanted`` is a Recompute."""
     if isinstance(wanted, bool | StageNumbers):
-        return
+        return True
     items = wanted if isinstance(wanted, Sequence) and not isinstance(wanted, str) else [None]
-    if not any(all(isinstance(item, kind) for item in items) for kind in (bool, str)):
-        raise PlanError(
-            f"recompute={wanted!r}: give True ('all') or False ('none'), one flag for each stage, such as "
-            "[True, False], or layer names, such as ['block_2']"
-        )
+    return any(all(isinstance(item, kind) for item in items) for kind in (bool, str))
 
 
 def choose_recompute(wanted: Recompute, layers: Layers, stages: Sequence[StagePlan]) -> bool | tuple[int, ...]:

@@ -20,10 +20,9 @@ SLICED_SCHEDULES = ("auto", "dapple-a", "1f1b", "1f1b-sno")
 """The names of 1F1B, whose start-up the Slicer halves; "auto" means "dapple-a"."""
 
 
-def check_slice(wanted: object) -> None:
-    """Raise PlanError unless ``slice`` is a number, "auto" or None."""
-    if wanted not in (None, "auto") and (not isinstance(wanted, int) or isinstance(wanted, bool) or wanted < 0):
-        raise PlanError(f"slice={wanted!r}: give the number of micro-batches to slice, or 'auto'")
+def is_slice(wanted: object) -> bool:
+    """Return whether ``wanted`` is a Slice."""
+    return wanted in (None, "auto") or (isinstance(wanted, int) and not isinstance(wanted, bool) and wanted >= 0)
 
 
 def _fit_slices(count: int, sizes: Sequence[int], replicas: int) -> int:

@@ -6,13 +6,7 @@ import dataclasses
 from collections.abc import Sequence
 
 from dapple_tf.autoplan.decision import PlanDecision, decide_on
-from dapple_tf.autoplan.measured_problem import (
-    PlanningInputs,
-    check_cluster,
-    detect_job_cluster,
-    measure_problem,
-    usable_devices,
-)
+from dapple_tf.autoplan.measured_problem import PlanningInputs, choose_cluster, measure_problem, usable_devices
 from dapple_tf.autoplan.options import Options
 from dapple_tf.autoplan.schedule_auto import choose_profiled_schedule
 from dapple_tf.errors import PlanError, warn_user
@@ -40,10 +34,7 @@ def choose_stages(inputs: PlanningInputs) -> PlanDecision:
     the cluster has more devices than this process, or not as many as there are ranks, where the links between servers
     are unknown, and where no plan fits the memory or uses all ranks.
     """
-    cluster = inputs.cluster
-    if cluster is None:
-        cluster = detect_job_cluster() if inputs.ranks else Cluster.detect(usable_devices(inputs.devices))
-    check_cluster(inputs, cluster)
+    cluster = choose_cluster(inputs, usable_devices(inputs.devices))
     problem = measure_problem(inputs, cluster, (2, cluster.devices) if inputs.replicable else ())
     if inputs.options.window is not None:
         return _choose_window(inputs, problem, inputs.options.window)

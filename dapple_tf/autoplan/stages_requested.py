@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dapple_tf.autoplan.batch_fit import check_batch_size
 from dapple_tf.autoplan.decision import PlanDecision, decide_on
 from dapple_tf.autoplan.layer_estimates import EstimatedCosts
-from dapple_tf.autoplan.measured_problem import PlanningInputs, check_cluster, detect_job_cluster, measure_problem
+from dapple_tf.autoplan.measured_problem import PlanningInputs, choose_cluster, measure_problem
 from dapple_tf.autoplan.options import Options, check_worker_count
 from dapple_tf.autoplan.recompute_option import choose_recompute
 from dapple_tf.autoplan.schedule_auto import choose_profiled_schedule
@@ -23,7 +23,6 @@ from dapple_tf.graph_passes.passes.partition import balance
 from dapple_tf.graph_passes.schedules.worker_map import WorkerMap
 from dapple_tf.planner.planning_problem import Candidate
 from dapple_tf.plans import MORE_DEVICES, REQUESTED, Plan, StagePlan
-from dapple_tf.profiler.cluster import Cluster
 from dapple_tf.profiler.detect import job_size
 from dapple_tf.wording import format_count
 
@@ -155,9 +154,7 @@ def choose_micro_batches(inputs: PlanningInputs, plan: Plan) -> PlanDecision:
     plan's own devices are taken to run at the same time, even if there are more than cores: the user asked for them.
     Raises PlanError where no schedule fits the cluster's memory, or the cluster does not fit the devices.
     """
-    cluster = inputs.cluster or (detect_job_cluster() if inputs.ranks else Cluster.detect(plan.device_count))
-    check_cluster(inputs, cluster)
-    problem = measure_problem(inputs, cluster, [r for r in plan.replicas if r > 1])
+    problem = measure_problem(inputs, choose_cluster(inputs, plan.device_count), [r for r in plan.replicas if r > 1])
     problem = dataclasses.replace(problem, recompute=plan.recompute)
     sizes = [size for size in problem.micro_batch_sizes if size >= plan.least_samples]
     choice = choose_profiled_schedule(problem, plan.stages, sizes)

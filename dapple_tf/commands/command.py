@@ -109,10 +109,7 @@ def result_options(*options: Decorator) -> Decorator:
 
 def _level_option(short: str, name: str, level: int, meaning: str) -> Decorator:
     """Return an option that sets the level of the package's logger."""
-    return cloup.option(short, name, is_flag=True, expose_value=False, callback=_set_level(level), help=meaning)
 
-
-def _set_level(level: int) -> Callable[[click.Context, click.Parameter, bool], None]:
     def set_level(ctx: click.Context, parameter: click.Parameter, given: bool) -> None:
         if not given:
             return
@@ -120,7 +117,7 @@ def _set_level(level: int) -> Callable[[click.Context, click.Parameter, bool], N
             raise click.UsageError("--quiet and --verbose exclude each other: give one of them")
         LOGGER.setLevel(level)
 
-    return set_level
+    return cloup.option(short, name, is_flag=True, expose_value=False, callback=set_level, help=meaning)
 
 
 class Completed(click.ParamType):  # type: ignore[type-arg]  # generic only from click 8.5 on

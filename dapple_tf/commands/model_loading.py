@@ -42,9 +42,8 @@ def load_workload(name: str, options: Mapping[str, Any]) -> Workload:
     """
     function = find_callable(name)
     accepted = inspect.signature(function).parameters
-    open_ended = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in accepted.values())
     for key in options:
-        if key not in accepted and not open_ended:
+        if not accepts(name, key):
             near = difflib.get_close_matches(key, accepted, n=3) or list(accepted)
             raise ModelError(f"{name} has no option {key!r}; it has {', '.join(near) or 'none'}")
     for key, parameter in accepted.items():
@@ -96,9 +95,7 @@ def check_model_exists(name: str) -> None:
         raise ModelError(f"{place} is a file: name the callable too, as in {place}:NAME; it has {names}")
     defined = _defined_names(tree)
     if defined.isdisjoint({"*", "__getattr__", attribute}):
-        callables = [*_functions(tree), *_imported_names(tree)]
-        near = difflib.get_close_matches(attribute, callables, n=3) or callables[:6]
-        raise ModelError(f"{place} has no callable {attribute!r}; it has {', '.join(near) or 'none'}")
+        raise _lacks_callable(place, attribute, [*_functions(tree), *_imported_names(tree)])
 
 
 def _near_files(path: Path) -> str:
@@ -160,9 +157,13 @@ def find_callable(name: str) -> Callable[..., Any]:
     found = getattr(module, attribute, None)
     if not callable(found):
         public = [k for k, v in vars(module).items() if callable(v) and not k.startswith("_")]
-        near = difflib.get_close_matches(attribute, public, n=3) or public[:6]
-        raise ModelError(f"{place} has no callable {attribute!r}; it has {', '.join(near) or 'none'}")
+        raise _lacks_callable(place, attribute, public)
     return found  # type: ignore[no-any-return]  # checked above
+
+
+def _lacks_callable(place: str, attribute: str, known: list[str]) -> ModelError:
+    near = difflib.get_close_matches(attribute, known, n=3) or known[:6]
+    return ModelError(f"{place} has no callable {attribute!r}; it has {', '.join(near) or 'none'}")
 
 
 def _load_file(path: Path) -> Any:

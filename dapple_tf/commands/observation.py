@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import math
+import os
 import statistics
 import time
+from collections.abc import Mapping
 from typing import Any
 
 import tensorflow as tf
 
 from dapple_tf.commands.ranks import Ranks
 from dapple_tf.commands.run_file import RunFile, RunStep, finite_or_none
-from dapple_tf.commands.tensorboard import Scalars, recorded_scalars
+from dapple_tf.commands.train_settings import TrainSettings
 from dapple_tf.commands.training_loop import StepResult
 from dapple_tf.runtime.step import PipelinedStep
+from dapple_tf.timeline.critical_path import sum_by_kind
+from dapple_tf.timeline.timeline import Timeline
 
 _MAX_COST = 0.01  # of a step's time, for recording that is always on
 _MEASURED_STEPS = 4  # steps that measure the cost of recording; the first costs more than the others
@@ -25,32 +29,26 @@ def choose_interval(cost_seconds: float, step_seconds: float) -> int:
 
 
 class Observer:
-    """Runs the steps of a training run, numbered ``first`` to ``last``, and records some of them.
+    """Runs the steps of a training run, of which the ``first`` has this number, and records some of them.
 
-    ``trace``: the number of the last steps that are recorded, with their ops where ``trace_ops`` is set. ``curves``:
-    every n-th step is; the first four measure what recording costs, and rank 0 chooses n for all ``ranks``.
-    ``scalars``: where rank 0 writes the curves. ``record``: where it writes the steps.
+    For a trace the last steps are recorded, as the ``settings`` say. For curves every n-th step is: the first four
+    measure what recording costs, and rank 0 chooses n for all ``ranks``. ``scalars``: where rank 0 writes the curves.
+    ``record``: where it writes the steps.
     """
 
     def __init__(
         self,
         step: PipelinedStep,
         first: int,
-        last: int,
-        *,
-        trace: int,
-        curves: bool,
-        scalars: Scalars | None,
+        settings: TrainSettings,
         ranks: Ranks,
-        trace_ops: bool = False,
-        record: RunFile | None = None,
+        scalars: Scalars | None,
+        record: RunFile | None,
     ) -> None:
-        self._step = step
-        self._first, self._last = first, last
-        self._trace, self._trace_ops, self._curves = trace, trace_ops, curves
-        self._scalars = scalars
-        self._record = record
-        self._ranks = ranks
+        self._step, self._first, self._ranks = step, first, ranks
+        self._scalars, self._record = scalars, record
+        self._untraced = settings.steps - (settings.trace_steps if settings.trace else 0)  # the steps before the trace
+        self._trace_ops, self._curves = settings.trace_ops, settings.records_curves
         self._number = first - 1
         self._recorded = False
         self._interval = 1
@@ -61,9 +59,10 @@ class Observer:
         """Run the next step on a batch, recorded or not, and return its result."""
         self._number += 1
         on_curve = self._curves and (self._number - self._first) % self._interval == 0
-        self._recorded = on_curve or self._number > self._last - self._trace
+        traced = self._number > self._untraced
+        self._recorded = on_curve or traced
         if self._recorded:
-            return self._step.record(*batch, ops=self._trace_ops and self._number > self._last - self._trace)
+            return self._step.record(*batch, ops=self._trace_ops and traced)
         return self._step(*batch)
 
     def observe(self, done: StepResult) -> None:
@@ -89,6 +88,49 @@ class Observer:
         if self._interval > 1:
             takes = f"recording a step takes {cost * 1e3:.2g} ms"
             self._ranks.print_result(f"one step in {self._interval} is recorded: {takes}")
+
+
+# --- Write scalars of a run for TensorBoard; only viewing them needs TensorBoard installed
+
+# Marks a tensor as a point of a curve.
+_SCALAR = tf.compat.v1.SummaryMetadata(
+    plugin_data=tf.compat.v1.SummaryMetadata.PluginData(plugin_name="scalars"), data_class="DATA_CLASS_SCALAR"
+)
+
+
+class Scalars:
+    """Writes scalars by step into ``folder``; they reach the file at ``close``, or at a ``write`` two minutes later."""
+
+    def __init__(self, folder: str | os.PathLike[str]) -> None:
+        self._writer = tf.summary.create_file_writer(os.fspath(folder))
+
+    def write(self, step: int, values: Mapping[str, float]) -> None:
+        """Add a point at ``step`` to each named curve, all in one event."""
+        summary = tf.compat.v1.Summary(
+            value=[
+                tf.compat.v1.Summary.Value(tag=name, tensor=tf.make_tensor_proto(value, tf.float32), metadata=_SCALAR)
+                for name, value in values.items()
+            ]
+        )
+        with self._writer.as_default():
+            tf.summary.experimental.write_raw_pb(summary.SerializeToString(), step=step)
+
+    def write_text(self, step: int, name: str, text: str) -> None:
+        """Add a text at ``step``; it reaches the file at once."""
+        with self._writer.as_default():
+            tf.summary.text(name, text, step=step)
+        self._writer.flush()
+
+    def close(self) -> None:
+        """Write the points that are not in the file yet, and close it."""
+        self._writer.close()
+
+
+def recorded_scalars(timeline: Timeline) -> dict[str, float]:
+    """Return the further curves of a recorded step: its bubble, utilisations (fractions), and seconds of its parts."""
+    busy = {f"utilisation/stage_{stage}": share for stage, share in enumerate(timeline.stage_utilisation)}
+    path = {f"critical_path_seconds/{kind}": seconds for kind, seconds in sum_by_kind(timeline.critical_path).items()}
+    return {"bubble": timeline.bubble, "step_seconds": timeline.seconds, **busy, **path}
 
 
 # --- Notice a training run whose loss becomes NaN or infinite: warn at once, keep good checkpoints, fail at the end
@@ -120,7 +162,8 @@ class LossWatch:
             self.minibatch_losses.append(self._step.losses.numpy().tolist())
         if not math.isfinite(done.loss) and self._first is None:
             self._first = done
-            self._bad_minibatch = self._find_bad_minibatch()
+            losses = self.minibatch_losses[-1] if self._in_windows else []
+            self._bad_minibatch = next((m for m, loss in enumerate(losses) if not math.isfinite(loss)), 0)
             self._tell(f"warning: the loss of {self._place(done)} is {done.loss}: to find out why, {self._advice}")
 
     def may_save(self) -> bool:
@@ -163,11 +206,6 @@ class LossWatch:
         if not self._in_windows:
             return f"step {done.number}"
         return f"minibatch {self._bad_minibatch} of window {done.number}"
-
-    def _find_bad_minibatch(self) -> int:
-        """Return the first minibatch of the last window whose loss is not finite; 0 in a synchronous step."""
-        losses = self.minibatch_losses[-1] if self._in_windows else []
-        return next((m for m, loss in enumerate(losses) if not math.isfinite(loss)), 0)
 
     def _has_bad_variable(self) -> bool:
         """Return whether a trained variable, of those that this rank holds, is not finite."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Mapping
+from dataclasses import fields
 from types import MappingProxyType
 from typing import Any, get_args
 
@@ -11,13 +12,16 @@ import click
 import cloup
 
 from dapple_tf.autoplan.option_help import about_option
-from dapple_tf.autoplan.options import MicroBatches
+from dapple_tf.autoplan.options import MicroBatches, Options
 from dapple_tf.autoplan.recompute_option import Recompute, StageNumbers
 from dapple_tf.autoplan.slice_option import Slice
 from dapple_tf.commands.command import FILE, Decorator
 from dapple_tf.commands.parameter_types import CLUSTER, SCHEDULE_OPTION, load_cluster
 from dapple_tf.exactness import BatchNorm
+from dapple_tf.graph_passes.schedules.weight_versions import POLICIES
 from dapple_tf.plans import RECOMPUTE_WORDS, Plan
+from dapple_tf.window_plan import USUAL_MINIBATCHES
+from dapple_tf.wording import format_count
 
 MODEL_ARGUMENT = click.argument("model", type=FILE)
 
@@ -77,13 +81,36 @@ PLAN_OPTIONS = cloup.option_group(
 """Options that say how to pipeline the model."""
 
 
+def window_options(*, hidden: bool = False) -> Decorator:
+    """Return the options of asynchronous windows; ``hidden``: the command only says why it does not have them."""
+    return cloup.option_group(
+        "Asynchronous windows",
+        cloup.option(
+            "--async",
+            "asynchronous",
+            is_flag=True,
+            help="Train asynchronously (PipeDream): every minibatch updates the weights, and the pipeline is not "
+            "emptied in between. Each batch is then a window of minibatches: --batch-size gives its samples, --steps "
+            "counts windows.",
+        ),
+        plan_option("minibatches", type=click.IntRange(1)),
+        plan_option("weights", type=click.Choice(POLICIES)),
+        plan_option("depth", type=click.IntRange(1)),
+        hidden=hidden,
+    )
+
+
 def read_options(given: Mapping[str, Any]) -> dict[str, Any]:
     """Return the options of ``dapple.pipeline`` that PLAN_OPTIONS and ``window_options`` state, and read their files.
 
     Raises UsageError where a number is not one, PlanError or ClusterError where a file holds no plan or no cluster.
     """
-    texts = {name: value for name, value in given.items() if name in _READERS and value is not None}
-    found = {name: _READERS[name](value) for name, value in texts.items()}
+    declared = {option.name for option in fields(Options)} - {"devices"}  # --devices is a number of devices
+    found = {
+        name: _READERS[name](value) if name in _READERS else value
+        for name, value in given.items()
+        if name in declared and value is not None
+    }
     return {**found, "mode": "async"} if given["asynchronous"] else found
 
 
@@ -92,10 +119,6 @@ def parse_stages(text: str) -> int | str | list[str]:
     if text.isdecimal():
         return int(text)
     return text if text == "auto" else text.split(",")
-
-
-def _parse_replicas(text: str) -> tuple[int, ...]:
-    return parse_numbers(text, f"--replicas {text}: give one whole number for each stage, such as 2,1")
 
 
 def parse_slice(text: str) -> Slice:
@@ -149,19 +172,71 @@ def parse_numbers(text: str, problem: str) -> tuple[int, ...]:
 _READERS: Mapping[str, Callable[[Any], Any]] = MappingProxyType(
     {
         "stages": parse_stages,
-        "replicas": _parse_replicas,
+        "replicas": lambda text: parse_numbers(
+            text, f"--replicas {text}: give one whole number for each stage, such as 2,1"
+        ),
         "micro_batches": parse_micro_batches,
         "recompute": parse_recompute,
         "slice": parse_slice,
         "plan": lambda path: Plan.load(path) if path else None,
         "cluster": lambda name: load_cluster(name) if name else None,
-        **dict.fromkeys(
-            (
-                *("schedule", "batch_norm", "jit_compile", "elastic", "snapshot_every", "shard_optimizer"),
-                *("minibatches", "weights", "depth"),
-            ),
-            lambda value: value,
-        ),
     }
 )
-"""For each option, a function that reads its text on the command line."""
+"""For each option whose text is read further, the function that does it."""
+
+
+# --- Contradictions of ``--async`` and other options
+
+
+def check_window_usage(
+    *,
+    asynchronous: bool,
+    minibatches: int | None,
+    weights: str | None,
+    depth: int | None,
+    micro_batches: str | None,
+    schedule: str,
+    slice: str | None,
+    batch_norm: str | None,
+    batch_size: int | None,
+    plan: str | None,
+    check_numerics: bool = False,
+    **_: Any,
+) -> None:
+    """Raise UsageError, before TensorFlow starts, for options of windows without --async, or that contradict it."""
+    if not asynchronous:
+        for name, value in (("--minibatches", minibatches), ("--weights", weights), ("--depth", depth)):
+            if value is not None:
+                raise click.UsageError(f"{name} {value} is for asynchronous windows: give --async too, or leave it out")
+        return
+    for name, given, default in (("--schedule", schedule, "auto"), ("--slice", slice, None)):
+        if given != default:
+            raise click.UsageError(f"{name} {given} with --async: windows have an order of their own; leave it out")
+    if batch_norm not in (None, "micro-batch"):
+        raise click.UsageError(
+            f"--batch-norm {batch_norm} with --async: batch norm takes the statistics of each minibatch; leave it out"
+        )
+    if check_numerics:
+        raise click.UsageError(
+            "--check-numerics with --async: a window changes variables after every minibatch, so it cannot leave them "
+            "as they were. The losses of minibatches are in the result of --json; to find out why one is not finite, "
+            "train on from the last checkpoint without --async"
+        )
+    if plan is None and micro_batches is not None and weights != "2bw":
+        raise click.UsageError(
+            f"--micro-batches {micro_batches} with --async: each minibatch runs whole, so give --minibatches only, or "
+            "--weights 2bw, which cuts minibatches"
+        )
+    if plan is None and batch_size is not None:
+        _check_batch_size(batch_size, minibatches or USUAL_MINIBATCHES, micro_batches)
+
+
+def _check_batch_size(samples: int, minibatches: int, micro_batches: str | None) -> None:
+    """Raise UsageError unless every minibatch, or every micro-batch of it, has a sample."""
+    cut = int(micro_batches) if micro_batches is not None and micro_batches.isdecimal() else 1
+    if samples < minibatches * cut:
+        parts = format_count(minibatches, "minibatch") + (f" of {format_count(cut, 'micro-batch')}" if cut > 1 else "")
+        raise click.UsageError(
+            f"--batch-size {samples} is a window of {parts}, which need at least "
+            f"{format_count(minibatches * cut, 'sample')}: give a larger --batch-size, or fewer --minibatches"
+        )

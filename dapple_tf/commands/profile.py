@@ -55,7 +55,7 @@ def profile(
     check_model_exists(options["model"])
     start_tensorflow(devices)
     found, disagreement = _find_profile(options, sizes, repeats, device)
-    _print_table(found)
+    print_result("\n".join(_format_layers(found)))
     print_result(_describe(found, disagreement))
     found.save(output)
     print_result(f"profile: {output}")
@@ -125,11 +125,10 @@ _WIDTH = 120  # characters, in a file or a pipe
 _HEADER = ("layer", "layers", "forward ms", "backward ms", "output MB", "stash MB", "weights MB")
 
 
-def _print_table(profile: Profile) -> None:
-    """Print the layers' costs on stdout: milliseconds, and millions of bytes."""
+def _format_layers(profile: Profile) -> list[str]:
+    """Return the layers' costs in lines: milliseconds, and millions of bytes."""
     rows = [_row(name, layers) for name, layers in group_layers(profile.layers)]
-    width = shutil.get_terminal_size((_WIDTH, 0)).columns
-    print_result("\n".join(format_table(_HEADER, rows, left=1, width=width)))
+    return format_table(_HEADER, rows, left=1, width=shutil.get_terminal_size((_WIDTH, 0)).columns)
 
 
 def _row(name: str, layers: Sequence[LayerCost]) -> list[str]:

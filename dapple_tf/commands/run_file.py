@@ -6,7 +6,6 @@ the same file. ``dapple report`` reads it.
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import math
 import os
@@ -19,7 +18,7 @@ from typing import Any
 from dapple_tf.errors import PlanError, RunError
 from dapple_tf.plans import Plan
 from dapple_tf.profiler.read_files import naming_file, parse_json, read_text
-from dapple_tf.profiler.records import Count, Figure, Name, read_record
+from dapple_tf.profiler.records import Count, Figure, Name, read_record, write_record
 from dapple_tf.profiler.units import format_seconds
 from dapple_tf.wording import format_count
 
@@ -209,8 +208,10 @@ def read_run(path: str | os.PathLike[str]) -> Run:
                 end = line.end
         if start is None:
             raise RunError(f"it holds no run: {_ADVICE}")
-        with naming_file(f"line {plan_line}: start.plan", RunError):
-            plan = _read_plan(start.plan)
+        try:
+            plan = Plan.from_json(start.plan)
+        except PlanError as error:
+            raise RunError(f"line {plan_line}: start.plan: {error}") from error
     return Run(
         start,
         plan,
@@ -233,13 +234,6 @@ def _read_line(text: str, *, first: bool) -> _Line:
     if (line.start, line.step, line.end).count(None) != 2:
         raise RunError("it has not one of start, step and end")
     return line
-
-
-def _read_plan(data: Any) -> Plan:
-    try:
-        return Plan.from_json(data)
-    except PlanError as error:
-        raise RunError(str(error)) from error
 
 
 class RunFile:
@@ -267,12 +261,7 @@ class RunFile:
             self._stream = FileIO(self._path, "a" if goes_on else "w")
         except OSError as error:
             raise RunError(f"{self._path} cannot be written: {error.strerror}") from error
-        fields = dataclasses.asdict(start)
-        if start.restart is None:
-            del fields["restart"]
-        else:
-            fields["restart"] = _without_none(start.restart)
-        self._write({"format": FORMAT, "start": fields})
+        self._write({"format": FORMAT, "start": write_record(start)})
 
     def __enter__(self) -> RunFile:
         return self
@@ -283,11 +272,11 @@ class RunFile:
 
     def add_step(self, step: RunStep) -> None:
         """Write a step that is done."""
-        self._write({"step": _without_none(step)})
+        self._write({"step": write_record(step)})
 
     def end(self, end: RunEnd) -> None:
         """Write the end."""
-        self._write({"end": _without_none(end)})
+        self._write({"end": write_record(end)})
 
     def _write(self, data: Mapping[str, Any]) -> None:
         if self._stream is None:
@@ -303,10 +292,6 @@ class RunFile:
 def finite_or_none(number: float) -> float | None:
     """Return the number, or None where it is NaN or infinite, which JSON has not."""
     return number if math.isfinite(number) else None
-
-
-def _without_none(record: RunStep | RunEnd | RunRestart) -> dict[str, Any]:
-    return {key: value for key, value in dataclasses.asdict(record).items() if value is not None}
 
 
 def _has_no_line(path: Path) -> bool:

@@ -14,12 +14,19 @@ from dapple_tf.autoplan.options import Options
 from dapple_tf.checkpoint.names import last_steps
 from dapple_tf.commands.command import FILE, command, result_options
 from dapple_tf.commands.model_loading import check_model_exists
-from dapple_tf.commands.options import MODEL_ARGUMENT, MODEL_OPTIONS, PLAN_OPTIONS, plan_option, read_options
+from dapple_tf.commands.options import (
+    MODEL_ARGUMENT,
+    MODEL_OPTIONS,
+    PLAN_OPTIONS,
+    check_window_usage,
+    plan_option,
+    read_options,
+    window_options,
+)
 from dapple_tf.commands.output import check_chart_path, check_folder_path, check_output_path
 from dapple_tf.commands.run_file import NAME
 from dapple_tf.commands.startup import start_tensorflow
 from dapple_tf.commands.train_settings import TrainSettings, check_unfinished
-from dapple_tf.commands.window_options import check_window_usage, window_options
 from dapple_tf.errors import JobError, OutputError
 from dapple_tf.launcher.restart import read_start
 from dapple_tf.profiler.detect import job_rank, job_size

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from dapple_tf.checkpoint.content import Position
@@ -20,21 +19,6 @@ from dapple_tf.runtime.step import PipelinedStep
 from dapple_tf.timeline.recording import Recording, describe_error, planned_seconds
 
 
-@dataclass(frozen=True)
-class TrainReport:
-    """Lines for people, and fields for ``--json``."""
-
-    lines: tuple[str, ...]
-    fields: dict[str, Any]
-
-    def extended(self, *lines: str, **fields: Any) -> TrainReport:
-        """Return the report with more lines and fields."""
-        return TrainReport((*self.lines, *lines), {**self.fields, **fields})
-
-    def __str__(self) -> str:
-        return "\n".join(self.lines)
-
-
 def make_report(
     run: RunResult,
     step: PipelinedStep,
@@ -44,42 +28,38 @@ def make_report(
     minibatch_losses: Sequence[Sequence[float]],
     recording: Recording | None,
     restarts: Sequence[RunRestart],
-) -> TrainReport:
-    """Return losses, speed and the planner's error; exactness, memory, curves and traces; and the restarts.
+) -> tuple[str, dict[str, Any]]:
+    """Return in words, and as fields for ``--json``, what came of a run.
 
+    These are losses, speed and the planner's error; exactness, memory, curves and traces; and the restarts.
     ``plain_speed``: samples per second un-pipelined, if measured. ``minibatch_losses``: of each asynchronous window.
     ``recording``: what is saved as the trace, if anything.
     """
     memory = step.report
-    report = _report_run(run, step.plan, plain_speed, minibatch_losses)
-    report = report.extended(memory=memory.to_json(), exactness=step.exactness.to_json())
+    lines, fields = _report_run(run, step.plan, plain_speed, minibatch_losses)
+    fields |= {"memory": memory.to_json(), "exactness": step.exactness.to_json()}
     if step.exactness.reasons:
-        report = report.extended(f"what differs from one device:\n{step.exactness}")
+        lines.append(f"what differs from one device:\n{step.exactness}")
     if recording is not None:
-        report = report.extended(
-            str(recording),
-            f"timeline of one step: {settings.trace}",
-            str(memory),
-            trace=settings.trace,
-            timeline=recording.to_json(),
-        )
+        lines += [str(recording), f"timeline of one step: {settings.trace}", str(memory)]
+        fields |= {"trace": settings.trace, "timeline": recording.to_json()}
     if settings.record_path:
-        report = report.extended(f"record of the run: {settings.record_path}", record=settings.record_path)
+        lines.append(f"record of the run: {settings.record_path}")
+        fields["record"] = settings.record_path
     if settings.tensorboard:
-        report = report.extended(f"curves for TensorBoard: {settings.tensorboard}", tensorboard=settings.tensorboard)
+        lines.append(f"curves for TensorBoard: {settings.tensorboard}")
+        fields["tensorboard"] = settings.tensorboard
     if restarts:
-        report = report.extended(
-            describe_restarts(restarts),
-            restart=dataclasses.asdict(restarts[-1]),
-            restarts=[dataclasses.asdict(one) for one in restarts],
-        )
-    return report
+        lines.append(describe_restarts(restarts))
+        every = [dataclasses.asdict(restart) for restart in restarts]
+        fields |= {"restart": every[-1], "restarts": every}
+    return "\n".join(lines), fields
 
 
 def _report_run(
     run: RunResult, plan: Plan, plain_speed: float | None, minibatch_losses: Sequence[Sequence[float]]
-) -> TrainReport:
-    """Return losses, speed and the planner's error."""
+) -> tuple[list[str], dict[str, Any]]:
+    """Return losses and speed, and the error of the planner's prediction, if it made one for batches of this size."""
     speed = f"{run.samples_per_second:.1f} samples/s"
     if run.step_seconds is None:
         speed = "samples/s are not measured in a run of one step"
@@ -87,36 +67,25 @@ def _report_run(
         ratio = run.samples_per_second / plain_speed
         speed += f"; the same model un-pipelined on the same cores: {plain_speed:.1f} samples/s ({ratio:.2f}x)"
     words = plan.training.words
-    report = TrainReport(
-        (f"{words.loss} {run.losses[0]:.4f} -> {run.losses[-1]:.4f} in {len(run.losses)} {words.units}", speed),
-        {
-            "first_loss": run.losses[0],
-            "last_loss": run.losses[-1],
-            "losses": run.losses,
-            "samples_per_second": run.samples_per_second,
-            "plan": dataclasses.asdict(plan),
-        },
-    )
+    lines = [f"{words.loss} {run.losses[0]:.4f} -> {run.losses[-1]:.4f} in {len(run.losses)} {words.units}", speed]
+    fields: dict[str, Any] = {
+        "first_loss": run.losses[0],
+        "last_loss": run.losses[-1],
+        "losses": run.losses,
+        "samples_per_second": run.samples_per_second,
+        "plan": dataclasses.asdict(plan),
+    }
     if minibatch_losses:
-        report = report.extended(minibatch_losses=minibatch_losses)
+        fields["minibatch_losses"] = minibatch_losses
     if plain_speed is not None:
-        report = report.extended(plain_samples_per_second=plain_speed)
-    return _with_planner_error(report, run, plan)
-
-
-def _with_planner_error(report: TrainReport, run: RunResult, plan: Plan) -> TrainReport:
-    """Return the report with the planner's prediction, where there is one for batches of this size."""
+        fields["plain_samples_per_second"] = plain_speed
     planned = planned_seconds(plan)
-    if planned is None or not run.step_seconds or run.samples != plan.global_batch_size:
-        return report
-    error = planned / run.step_seconds - 1
-    took, predicted = format_seconds(run.step_seconds), format_seconds(planned)
-    return report.extended(
-        f"a step took {took}; the planner predicted {predicted}, {describe_error(error)}",
-        planned_step_seconds=planned,
-        step_seconds=run.step_seconds,
-        planner_error=error,
-    )
+    if planned is not None and run.step_seconds and run.samples == plan.global_batch_size:
+        error = planned / run.step_seconds - 1
+        took, predicted = format_seconds(run.step_seconds), format_seconds(planned)
+        lines.append(f"a step took {took}; the planner predicted {predicted}, {describe_error(error)}")
+        fields |= {"planned_step_seconds": planned, "step_seconds": run.step_seconds, "planner_error": error}
+    return lines, fields
 
 
 # --- Compare a run that is resumed with the one before it

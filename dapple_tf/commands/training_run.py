@@ -26,11 +26,10 @@ from dapple_tf.checkpoint.content import Position
 from dapple_tf.checkpoint.names import checkpoint_name
 from dapple_tf.commands.command import describe_own_command
 from dapple_tf.commands.model_loading import load_model
-from dapple_tf.commands.observation import LossWatch, Observer
+from dapple_tf.commands.observation import LossWatch, Observer, Scalars
 from dapple_tf.commands.plain import time_plain_model
 from dapple_tf.commands.ranks import Ranks
 from dapple_tf.commands.run_file import RunEnd, RunFile, RunRestart, RunStart, bytes_of_stages
-from dapple_tf.commands.tensorboard import Scalars
 from dapple_tf.commands.train_settings import TrainSettings, check_unfinished
 from dapple_tf.commands.training_loop import RunResult, StepResult, repeat_batches, run_steps
 from dapple_tf.commands.training_report import find_other_data, find_restart, make_report, read_restarts
@@ -88,7 +87,7 @@ def run_training(settings: TrainSettings, given: Options, options: Mapping[str, 
         if record is not None and settings.records_steps:
             record.end(_describe_end(step))
     recording = _named_recording(step, options["model"], settings) if settings.trace and ranks.is_first else None
-    report = make_report(
+    text, fields = make_report(
         run,
         step,
         settings,
@@ -97,9 +96,9 @@ def run_training(settings: TrainSettings, given: Options, options: Mapping[str, 
         recording=recording,
         restarts=ranks.run_on_first(lambda: read_restarts(settings.record_path, restart)) or (),
     )
-    ranks.print_result(str(report))
+    ranks.print_result(text)
     if options["as_json"]:
-        ranks.print_result(json.dumps({"steps": settings.steps, **report.fields}))
+        ranks.print_result(json.dumps({"steps": settings.steps, **fields}))
     if settings.trace and recording is not None:
         save_recording(recording, settings.trace)  # after the report, which is not lost where this fails
     if losses.problem:
@@ -265,17 +264,7 @@ def _train(
     if scalars is not None and restart is not None:
         scalars.write_text(done, "restart", str(restart))
     words = step.plan.training.words
-    observer = Observer(
-        step,
-        done + 1,
-        settings.steps,
-        trace=settings.trace_steps if settings.trace else 0,
-        trace_ops=settings.trace_ops,
-        curves=settings.records_curves,
-        scalars=scalars,
-        record=record,
-        ranks=ranks,
-    )
+    observer = Observer(step, done + 1, settings, ranks, scalars, record)
 
     def after(done: StepResult) -> None:
         saver.note(done)

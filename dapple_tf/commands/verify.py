@@ -12,10 +12,9 @@ import click
 from dapple_tf.autoplan.options import WINDOW_NOT_VERIFIED
 from dapple_tf.commands.command import command, result_options
 from dapple_tf.commands.model_loading import check_model_exists, load_model
-from dapple_tf.commands.options import MODEL_ARGUMENT, MODEL_OPTIONS, PLAN_OPTIONS, read_options
+from dapple_tf.commands.options import MODEL_ARGUMENT, MODEL_OPTIONS, PLAN_OPTIONS, read_options, window_options
 from dapple_tf.commands.ranks import Ranks
 from dapple_tf.commands.startup import start_tensorflow
-from dapple_tf.commands.window_options import window_options
 from dapple_tf.commands.workload import Workload
 from dapple_tf.distributed import membership
 
@@ -31,29 +30,24 @@ def verify(**options: Any) -> None:
 
     Under mpirun or horovodrun every process runs its stages; the first one also trains on one device, and prints.
     """
-    _refuse_windows(options)
+    given = {name: options[name] for name in ("minibatches", "weights", "depth") if options[name] is not None}
+    words = ["--async"] * options["asynchronous"] + [f"--{name} {value}" for name, value in given.items()]
+    if words:
+        raise click.UsageError(f"{words[0]}: {WINDOW_NOT_VERIFIED}")
     check_model_exists(options["model"])
-    given = read_options(options)
+    chosen = read_options(options)
     start_tensorflow(options["devices"])
     from dapple_tf.verification import verify as compare
 
     ranks = Ranks(membership.current())
     workload, batch = ranks.job.run_on_all(lambda: _load_workload(options))
-    report = compare(workload.loss_fn, optimizer=workload.optimizer, batch=batch, **given)
+    report = compare(workload.loss_fn, optimizer=workload.optimizer, batch=batch, **chosen)
     ranks.print_result(str(report))
     if options["as_json"]:
         ranks.print_result(json.dumps(report.to_json()))
     ranks.job.check_call_history()
     if not report.ok:
         sys.exit(1)
-
-
-def _refuse_windows(options: Mapping[str, Any]) -> None:
-    """Raise UsageError for asynchronous windows."""
-    given = ["--async"] if options["asynchronous"] else []
-    given += [f"--{name} {options[name]}" for name in ("minibatches", "weights", "depth") if options[name] is not None]
-    if given:
-        raise click.UsageError(f"{given[0]}: {WINDOW_NOT_VERIFIED}")
 
 
 def _load_workload(options: Mapping[str, Any]) -> tuple[Workload, tuple[Any, ...]]:

@@ -61,17 +61,14 @@ def report_failure(error: BaseException, exit_code: int = 1) -> None:
     if job.watchdog is None:
         return
     what = f"raised {type(error).__name__}: {error}"
+    # A step, or a library outside of one, has raised it.
+    of_exchange = isinstance(error, StepError) or type(error).__module__.partition(".")[0] in ("tensorflow", "horovod")
     if isinstance(error, KeyboardInterrupt):
         job.watchdog.report_error("was interrupted (Ctrl-C)", INTERRUPTED)
-    elif _is_of_exchange(error) and _LOST_RANKS.search(str(error)):
+    elif of_exchange and _LOST_RANKS.search(str(error)):
         job.watchdog.report_lost_ranks(what)
     else:
         job.watchdog.report_error(what, exit_code)
-
-
-def _is_of_exchange(error: BaseException) -> bool:
-    """Return whether a step, or a library outside of one, has raised the error."""
-    return isinstance(error, StepError) or type(error).__module__.partition(".")[0] in ("tensorflow", "horovod")
 
 
 def end_for_more_ranks(job: Job) -> NoReturn:

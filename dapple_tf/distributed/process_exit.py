@@ -48,13 +48,22 @@ class ProcessExit:
         """Print, once, that the ranks make different calls."""
         if not self._mismatch_printed:
             self._mismatch_printed = True
-            print_line(describe_call_mismatch(self._rank, self._progress.status(), what, self._progress.saved))
+            status = self._progress.status()
+            print_line(
+                f"{name_rank(self._rank, status)} stops {status.when}, because the ranks make different calls: {what}. "
+                "Every rank must be called with the same batches, and make the same calls in the same order. The last "
+                f"exchange it completed: {status.last_exchange}. All processes end; "
+                f"{describe_resumption(self._progress.saved)}."
+            )
 
     def _force(self, seconds: float, exit_code: int) -> None:
         if self.ending:
             self._exit_process(exit_code)
             return
-        print_line(describe_forced_exit(self._rank, self._progress.status(), seconds, self._progress.saved))
+        print_line(
+            f"{name_rank(self._rank, self._progress.status())} is ended: it still runs {seconds:g} s after the error "
+            f"above, but a step that fails ends the job; {describe_resumption(self._progress.saved)}."
+        )
         self.end(exit_code)
 
 
@@ -110,23 +119,6 @@ def describe_failure(
         f"{name} stops: {name_rank(failed, failed_status)}, {failed_status.when}, {what}; the last exchange it "
         f"completed, by its last report: {failed_status.last_exchange}. {name} was {status.when}; the last exchange it "
         f"completed: {status.last_exchange}. All processes end; {describe_resumption(saved)}."
-    )
-
-
-def describe_call_mismatch(rank: int, status: RankStatus, what: str, saved: str) -> str:
-    """Return why ``rank`` stops: the ranks make different calls; ``what`` says which rank makes which."""
-    return (
-        f"{name_rank(rank, status)} stops {status.when}, because the ranks make different calls: {what}. Every rank "
-        "must be called with the same batches, and make the same calls in the same order. The last exchange it "
-        f"completed: {status.last_exchange}. All processes end; {describe_resumption(saved)}."
-    )
-
-
-def describe_forced_exit(rank: int, status: RankStatus, seconds: float, saved: str) -> str:
-    """Return why ``rank`` is ended: it has reported an error, and has not ended by itself."""
-    return (
-        f"{name_rank(rank, status)} is ended: it still runs {seconds:g} s after the error above, but a step that fails "
-        f"ends the job; {describe_resumption(saved)}."
     )
 
 

@@ -14,7 +14,6 @@ import tensorflow as tf
 from dapple_tf import internals, variable_values
 from dapple_tf.distributed.membership import Job
 from dapple_tf.distributed.variable_locations import Ranks
-from dapple_tf.staged_model import StagedModel
 
 # Bytes of one message. Small variables share a message; a large one is sent in parts, without a second copy of it.
 # Horovod and TensorFlow hold up to three copies of a message.
@@ -36,28 +35,15 @@ class Transfer:
     receivers: Ranks
 
 
-def gather_variables(job: Job, models: Iterable[StagedModel]) -> None:
-    """Give every rank the trained values of all variables of ``models``, including the optimizer's.
-
-    The values stay until the next step. Every rank must call this, with models that were traced in the same order.
-    """
-    variables = (variable for model in models for variable in model.variables.values())
-    _give_to_all(job, variables, job.variable_locations.source)
-
-
-def share_variables(job: Job, variables: Iterable[tf.Variable]) -> None:
-    """Give every rank the values of rank 0, until the next step.
+def share_variables(job: Job, variables: Iterable[tf.Variable], source: int | None = None) -> None:
+    """Give every rank the value of each variable on rank ``source``, by default the trained one, until the next step.
 
     Every rank must call this, with the same variables in the same order, and with memory for all of them.
     """
-    _give_to_all(job, variables, lambda variable: 0)
-
-
-def _give_to_all(job: Job, variables: Iterable[tf.Variable], source_of: Callable[[tf.Variable], int]) -> None:
-    """Give every rank the value of each variable, which one rank has, until the next step."""
     locations, all_ranks = job.variable_locations, frozenset(range(job.size))
     distinct = list({id(variable): variable for variable in variables}.values())
-    send_values(job, [Transfer(variable, source_of(variable), all_ranks) for variable in distinct])
+    sources = [locations.source(variable) if source is None else source for variable in distinct]
+    send_values(job, [Transfer(*each, all_ranks) for each in zip(distinct, sources, strict=True)])
     for variable in distinct:
         locations.set_ranks(variable, all_ranks)
     locations.placed_for = None

@@ -92,7 +92,7 @@ class _RankMethods:
             # Rank 0's optimizer is built by now if the file has its variables.
             if self._job.broadcast(optimizer.built) and not self._step.built:
                 build_optimizer(optimizer, self._model.trainable_weights)
-                share_variables(self._job, [variable.value for variable in optimizer.variables])
+                share_variables(self._job, [variable.value for variable in optimizer.variables], 0)
 
         return load_weights
 

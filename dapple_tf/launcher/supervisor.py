@@ -58,12 +58,9 @@ class LaunchSettings:
 class Supervisor:
     """Starts the job of ``settings``, watches it, and starts it again; calls ``tell`` with a line for each event."""
 
-    def __init__(
-        self, settings: LaunchSettings, tell: Callable[[str], None], environment: Mapping[str, str] = os.environ
-    ) -> None:
+    def __init__(self, settings: LaunchSettings, tell: Callable[[str], None]) -> None:
         self._settings = settings
         self._tell = tell
-        self._environment = dict(environment)
         self._stopped_by: int | None = None
         self._signals = 0
         self._lost: tuple[str, ...] = ()
@@ -124,7 +121,7 @@ class Supervisor:
 
     def _choose_hosts(self, named: Sequence[Host]) -> tuple[Host, ...]:
         """Return the hosts that answer, with no more slots than the job may have ranks."""
-        answering = find_answering(named, self._environment)
+        answering = find_answering(named)
         for host in named:
             if host not in answering:
                 self._tell(
@@ -152,7 +149,7 @@ class Supervisor:
         except ClusterError as error:
             self._tell(f"{error}; the hosts of the last start are used")
             hosts = self._choose_hosts(before)
-        answering = {host.name for host in find_answering(before, self._environment)}
+        answering = {host.name for host in find_answering(before)}
         if any(host.name not in answering for host in before):
             self._wait(self._settings.timeout_seconds)
         return hosts
@@ -162,7 +159,7 @@ class Supervisor:
         ranks = _count_slots(hosts)
         again = f"again (number {start.number}) " if start.number else ""
         self._tell(f"starts the job {again}with {format_count(ranks, 'rank')} on {', '.join(map(str, hosts))}")
-        environment = {**self._environment, VARIABLE: start.to_text()}
+        environment = {**os.environ, VARIABLE: start.to_text()}
         process = subprocess.Popen(
             self._make_command(hosts, environment),
             env=environment,
@@ -229,7 +226,7 @@ class Supervisor:
         others = [host for host in hosts if not is_local(host.name)]
         for _ in range(2):
             if others:
-                answering = find_answering(others, self._environment)
+                answering = find_answering(others)
                 others = [host for host in others if host not in answering]
         return [host.name for host in others]
 
@@ -253,7 +250,7 @@ class Supervisor:
             named = read_hosts(self._settings.hosts)
         except ClusterError:  # the next start reports it, if the list is still wrong
             return offered
-        hosts = self._limit_slots(find_answering(named, self._environment))
+        hosts = self._limit_slots(find_answering(named))
         possible = max(ranks, _count_slots(hosts))
         if possible == offered:
             return offered

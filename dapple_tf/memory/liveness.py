@@ -77,25 +77,19 @@ def allocates(node: Node) -> bool:
     return node.op[0].isupper() and node.op not in _WITHOUT_ALLOCATION
 
 
-def peak_bytes(
-    graph: Graph, bytes_of: BytesOf, owned_inputs: Mapping[str, int] | None = None, *, packs: bool = False
-) -> int:
+def peak_bytes(graph: Graph, bytes_of: BytesOf, *, packs: bool = False) -> int:
     """Return the peak bytes of the values computed in ``graph``, run in the order of ``execution_order``.
 
-    Inputs belong to the caller and count nothing, except ``owned_inputs`` (bytes by name): they are live from the
-    start and freed after their last reader. Outputs stay live to the end. Views, constants and reads of variables
+    Inputs belong to the caller and count nothing. Outputs stay live to the end. Views, constants and reads of variables
     take no memory; element-wise ops reuse an input that nothing else reads, as TensorFlow's kernels do. ``packs``: a
     matrix product copies its operands (see ``packed_bytes``). Other scratch memory of kernels, and tensors inside a
     While or a called function, are not counted.
     """
     reads = Counter(value for node in graph.nodes for value in node.inputs)
     reads.update(graph.outputs)  # one read that no node performs: outputs stay live
-    owned = {name: size for name, size in (owned_inputs or {}).items() if reads[Value(name)]}
-    buffers = {Value(name): _Buffer(size, reads[Value(name)], True) for name, size in owned.items()}
-    live = peak = sum(owned.values())
+    buffers: dict[Value, _Buffer] = {}
+    live = peak = 0
     for node in execution_order(graph):
-        if node.name in owned:
-            continue
         for value in node.values():
             live += _allocate(graph, node, value, reads[value], buffers, bytes_of)
         peak = max(peak, live + packs * packed_bytes(graph, node, bytes_of))

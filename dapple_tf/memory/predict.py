@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
 from dapple_tf import variable_values
 from dapple_tf.compiler import PlannedModel, pipeline_graph
-from dapple_tf.graph_passes.analysis.op_costs import value_bytes
 from dapple_tf.graph_passes.analysis.row_bounds import micro_batch_sizes
 from dapple_tf.graph_passes.analysis.variable_use import Variables, find_variables
-from dapple_tf.graph_passes.ir.graph import Function, Graph, Value
+from dapple_tf.graph_passes.ir.graph import Function, Value
 from dapple_tf.graph_passes.ir.names import Site, at, without_target
 from dapple_tf.graph_passes.ir.ops import OpName
 from dapple_tf.graph_passes.passes.gather_slices import SparsePart, slice_ports
@@ -292,13 +291,9 @@ def _update_bytes(
     received = max(1, replicas - 1) if ranks and reduced < gradients else 1
     copies = gradients * (micro_batches == 1) + reduced * (received * (replicas > 1) + clips)
     sparse = slices.complete + clips * _variable_bytes(model, slices.variables)
-    graphs = [update.graph for update in updates]
-    own = max(peak_bytes(graph, _sized(graph, slices.rows)) for graph in graphs)
+    sizes = [FunctionSizes(update, {}, slices.rows) for update in updates]
+    own = max(peak_bytes(each.function.graph, each.bytes_of) for each in sizes)
     return copies + max(gathering, sparse + own)
-
-
-def _sized(graph: Graph, rows: int) -> Callable[[Value], int]:
-    return lambda value: value_bytes(graph, value, {}, rows)
 
 
 def _variable_bytes(model: StagedModel, names: Sequence[str]) -> int:

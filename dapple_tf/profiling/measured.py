@@ -172,25 +172,25 @@ def _measure(
             after_round=lambda: show("measuring", 1),
             full_share=full_share,
         )
-        stages, calls, *whole = measure([probe, empty, *compared])
+        stages, calls, *others = measure([probe, empty, *compared])
         call_seconds = _median(calls)
         timings = []
         for n in other_sizes:
             (seconds,) = measure([runs.probe([_take_rows(tensor, n) for tensor in rows])])
             timings.append(Timing(n, *(tuple(map(float, part)) for part in runs.split(seconds, call_seconds))))
+    whole = None
+    if plain:
+        forward, both = map(_median, others)
+        whole = WholeModel(forward, max(0.0, both - forward))
     return make_profile(
         facts,
         model or facts.captured.graph.name,
         describe_device(),
         *runs.split(stages, call_seconds),
         timings=tuple(timings),
-        whole=_whole_model(*whole) if whole else None,
+        whole=whole,
         error=relative_spread(stages),
     )
-
-
-def _whole_model(forward: Floats, both: Floats) -> WholeModel:
-    return WholeModel(_median(forward), max(0.0, _median(both) - _median(forward)))
 
 
 def _count_runs(facts: LayerFacts, plain: PlainModel | None, empty: Callable[[], Floats], effort: _Effort) -> int:

@@ -25,7 +25,7 @@ from dapple_tf.devices import home_device, list_devices
 from dapple_tf.distributed import membership
 from dapple_tf.distributed.exit_reporting import report_uncaught_exceptions
 from dapple_tf.distributed.rank_programs import RankTarget
-from dapple_tf.distributed.variable_transfer import gather_arrays, gather_variables
+from dapple_tf.distributed.variable_transfer import gather_arrays, share_variables
 from dapple_tf.errors import CaptureError, ExactnessError, PlanError, UsageError
 from dapple_tf.exactness import Exactness
 from dapple_tf.frontend.batch import Batch, in_order
@@ -462,7 +462,7 @@ class PipelinedStep:
             self._job.announce_call("gather the variables")
             self._job.check_call_history()  # variables trained on different batches are no model
             with self._lock:
-                gather_variables(self._job, self._models)
+                self._gather_variables()
 
     def release(self) -> None:
         """Move every variable back to the device where it was before its stage took it; in a job, gather the variables.
@@ -603,7 +603,7 @@ class PipelinedStep:
 
     def _gather_variables(self) -> None:
         if not self._job.is_alone:
-            gather_variables(self._job, self._models)
+            share_variables(self._job, [v for model in self._models for v in model.variables.values()])
 
     def _compile_recorded(
         self, batch: Sequence[Any], local: bool = False

@@ -210,6 +210,7 @@ class StepFigures:
             weights_seconds=costs.weights_seconds if any(action.kind == "W" for action in order) else None,
             allreduce_seconds=costs.allreduce_seconds,
             order=order,
+            peak_memory_bytes=None if self.simulation is None else self.simulation.peak_memory_bytes[stage],
             other_replicas=tuple(self.order(stage, replica) for replica in others),
         )
 
@@ -318,15 +319,13 @@ def find_phases(step: StepEvents, window: Window) -> WindowPhases:
     since their forwards came faster; they count only if no round is left without them. In a window of one round the
     result is the whole window's seconds over its minibatches.
     """
+    last = [e for e in step.events if (e.action.stage, e.action.kind) == (window.stages - 1, "B")]
     done = [0.0] * window.minibatches
-    for event in step.events:
-        if event.action.stage == window.stages - 1 and event.action.kind == "B":
-            minibatch = event.action.micro_batch // window.micro_batches
-            done[minibatch] = max(done[minibatch], event.end)
+    for event in last:
+        minibatch = event.action.micro_batch // window.micro_batches
+        done[minibatch] = max(done[minibatch], event.end)
     done.sort()
-    last = window.stages - 1
-    first = min(e.end for e in step.events if (e.action.stage, e.action.kind) == (last, "B"))
-    seconds = step.step_seconds
+    first, seconds = min(event.end for event in last), step.step_seconds
     return WindowPhases(first, _steady_seconds(window, done, seconds), seconds - done[-1])
 
 

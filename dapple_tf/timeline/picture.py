@@ -5,8 +5,6 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
-from typing import Any
 
 from dapple_tf.drawing.chart import LIGHTEST, Chart, Curve, Row, Span, SpanKind, chain_charts, stack_charts
 from dapple_tf.drawing.save import save_chart
@@ -29,14 +27,13 @@ def save_recording(recording: Recording, path: str | os.PathLike[str], *, with_e
     ``with_earlier``: a picture shows the steps that were recorded before too, as a trace does. Raises OutputError for
     another suffix or a path that cannot be written.
     """
-    chart = _draw_with_earlier(recording) if with_earlier else draw_recording(recording)
-    save_chart(chart, path, partial(_make_trace, recording))
-
-
-def _draw_with_earlier(recording: Recording) -> Chart:
-    chart = draw_trace(recording)
-    rows = tuple(replace(row, until=chart.seconds) if row.until else row for row in chart.rows)
-    return replace(chart, title=recording.title, rows=rows)
+    if with_earlier:
+        chart = draw_trace(recording)
+        rows = tuple(replace(row, until=chart.seconds) if row.until else row for row in chart.rows)
+        chart = replace(chart, title=recording.title, rows=rows)
+    else:
+        chart = draw_recording(recording)
+    save_chart(chart, path, lambda: {**trace_events(draw_trace(recording)), "dapple": recording_data(recording)})
 
 
 def draw_recording(recording: Recording) -> Chart:
@@ -53,11 +50,6 @@ def _draw_recording(recording: Recording, draw: Callable[[StepFigures, str], Cha
         _MEASURED: draw(measured, measured.summary),
     }
     return stack_charts(recording.headline, tuple(parts.items()))
-
-
-def _make_trace(recording: Recording) -> dict[str, Any]:
-    """Return the JSON values of a trace, from which the recording can be read again."""
-    return {**trace_events(draw_trace(recording)), "dapple": recording_data(recording)}
 
 
 def draw_trace(recording: Recording) -> Chart:
@@ -133,7 +125,9 @@ def _draw(timeline: StepFigures, title: str) -> tuple[Chart, Mapping[int, int]]:
             if len(own) > 1 and device in reducing:
                 rows["allreduce", device] = Row(f"AllReduce of {name}", network=True)
         if i + 1 == len(places) or places[i + 1][0] != stage:
-            rows |= {("channel", *channel): _channel_row(*channel) for channel in channels if min(channel) == stage}
+            for source, target in (channel for channel in channels if min(channel) == stage):
+                detail = "activations" if source < target else "gradients"
+                rows["channel", source, target] = Row(f"{source} to {target}", detail, network=True)
     shades = {
         (stage, device): LIGHTEST * index / max(1, len(own) - 1)
         for (_, device), own in stages_of.items()
@@ -212,7 +206,3 @@ def _memory_curves(timeline: StepFigures) -> list[Curve]:
 
 def _name_stages(stages: Sequence[int]) -> str:
     return f"stage{'s' * (len(stages) > 1)} {format_ranges(stages)}"
-
-
-def _channel_row(source: int, target: int) -> Row:
-    return Row(f"{source} to {target}", "activations" if source < target else "gradients", network=True)

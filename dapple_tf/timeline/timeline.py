@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
@@ -15,7 +15,7 @@ from dapple_tf.profiler.profile import Profile
 from dapple_tf.profiler.units import format_seconds
 from dapple_tf.timeline.describe import describe_path, describe_stages, timeline_json
 from dapple_tf.timeline.events import MemoryCurve, Place, StepEvents
-from dapple_tf.timeline.figures import EarlierStep, StageSummary, StepFigures
+from dapple_tf.timeline.figures import EarlierStep, StepFigures
 from dapple_tf.timeline.picture import save_recording
 from dapple_tf.timeline.plan_drawing import describe_plan_drawing
 from dapple_tf.timeline.recording import BY_PROFILE, Prediction, Recording
@@ -219,9 +219,6 @@ class SimulatedTimeline(Timeline):
             for stage, planned in enumerate(self.simulation.plan.stages)
             for replica, device in enumerate(planned.devices)
         )
-
-    def _summarise(self, stage: int) -> StageSummary:
-        return replace(super()._summarise(stage), peak_memory_bytes=self.simulation.peak_memory_bytes[stage])
 
     @property
     def summary(self) -> str:

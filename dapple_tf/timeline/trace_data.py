@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import asdict, fields
 from typing import Any
 
+from dapple_tf.profiler.records import write_record
 from dapple_tf.timeline.events import Event, Transfer
 from dapple_tf.timeline.figures import StepFigures
 from dapple_tf.timeline.recording import Recording
@@ -44,16 +45,11 @@ def _timeline_data(timeline: StepFigures) -> dict[str, Any]:
     return {
         "actions": [_event_data(event) for event in timeline.events],
         "transfers": [_transfer_data(transfer) for transfer in timeline.transfers],
-        "stage_events": [_without_none(asdict(event)) for event in timeline.stage_events],
+        "stage_events": [write_record(event) for event in timeline.stage_events],
         **({"together": [asdict(action) for action in sorted(together)]} if together else {}),
         **({} if timeline.window is None else {"window": asdict(timeline.window)}),
         **({"ops": [asdict(op) for op in timeline.ops]} if timeline.ops else {}),
     }
-
-
-def _without_none(data: dict[str, Any]) -> dict[str, Any]:
-    """Return the fields that have a value: only events of windows have a version, or an update's micro-batch."""
-    return {key: value for key, value in data.items() if value is not None}
 
 
 # ``dataclasses.asdict`` copies every value; for the many events and transfers that would take most of the time.

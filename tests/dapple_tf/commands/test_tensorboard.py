@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 import tensorflow as tf
 
-from dapple_tf.commands.observation import Observer, choose_interval
+from dapple_tf.commands.observation import Observer, Scalars, choose_interval, recorded_scalars
 from dapple_tf.commands.ranks import Ranks
-from dapple_tf.commands.tensorboard import Scalars, recorded_scalars
+from dapple_tf.commands.train_settings import TrainSettings
 from dapple_tf.commands.training_loop import StepResult
 from dapple_tf.distributed.membership import Job
 from dapple_tf.errors import UsageError
@@ -72,7 +72,7 @@ def test_steps_are_recorded_as_their_cost_allows(
     _, loss = chain(2)
     step = step_of(loss)
     scalars = Scalars(tmp_path)
-    observer = Observer(step, 1, 8, trace=1, curves=True, scalars=scalars, ranks=Ranks(Job()))
+    observer = Observer(step, 1, TrainSettings(8, trace="t.json", tensorboard="curves"), Ranks(Job()), scalars, None)
     for number in range(1, 9):
         observer.observe(StepResult(number, float(observer.run(X)), seconds, 8))
     scalars.close()
@@ -86,7 +86,7 @@ def test_steps_are_recorded_as_their_cost_allows(
 def test_without_curves_only_the_last_is_recorded_for_a_trace() -> None:
     _, loss = chain(2)
     step = step_of(loss)
-    observer = Observer(step, 3, 6, trace=1, curves=False, scalars=None, ranks=Ranks(Job()))
+    observer = Observer(step, 3, TrainSettings(6, trace="t.json"), Ranks(Job()), None, None)
     for _ in range(3):
         observer.run(X)
     with pytest.raises(UsageError, match="no step was recorded"):
