@@ -13,8 +13,9 @@ endif
 # The version that the tests and the figures of this project are for; setup.py allows others (see `make matrix`).
 TENSORFLOW := $(if $(filter gpu,$(EXTRA)),tensorflow[and-cuda],tensorflow-cpu)==2.21.*
 
-# Tests run in so many processes; those that start jobs of several ranks share one of them. See tests/durations.py.
-WORKERS ?= 2
+# Tests run in so many processes, for two cores: those that start jobs of several ranks share one of them, which often
+# waits. See tests/durations.py.
+WORKERS ?= 3
 PYTEST := $(BIN)/python -m pytest -q -n $(WORKERS)
 
 # Hide TensorFlow's log lines about the processor.
