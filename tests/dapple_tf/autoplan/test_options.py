@@ -1,4 +1,4 @@
-"""Optionss: the kinds of values that each option takes, and options that contradict each other."""
+"""Options: the kinds of values that each option takes, and options that contradict each other."""
 
 from __future__ import annotations
 

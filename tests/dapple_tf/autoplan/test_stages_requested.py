@@ -141,7 +141,7 @@ def test_the_other_fields_of_the_plan() -> None:
         ),
     ],
 )
-def test_an_impossible_optionsis_refused(options: dict[str, Any], message: str) -> None:
+def test_impossible_options_are_refused(options: dict[str, Any], message: str) -> None:
     with pytest.raises(PlanError, match=message):
         plan(**options)
 

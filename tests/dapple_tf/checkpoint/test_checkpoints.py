@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import hashlib
 import json
+import math
 import os
 import resource
 import socket
@@ -407,6 +408,8 @@ HEADERS: dict[str, Callable[[dict[str, Any], dict[str, Any]], Any]] = {
     "overlap": lambda header, entry: entry.update(data_offsets=header["second"]["data_offsets"]),
     "float shape": lambda header, entry: entry.update(shape=[4.0, 3.0]),
     "another shape": lambda header, entry: entry.update(shape=[4, 4]),
+    "negative dimensions": lambda header, entry: entry.update(shape=[-size for size in entry["shape"]]),
+    "boolean dimension": lambda header, entry: entry.update(shape=[True, math.prod(entry["shape"])]),
     "shape of text": lambda header, entry: entry.update(shape="43"),
     "metadata of a list": lambda header, entry: header.update(__metadata__=[]),
     "a list": lambda header, entry: list(header),
