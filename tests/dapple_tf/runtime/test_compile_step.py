@@ -19,6 +19,7 @@ from dapple_tf.backend.program import Program
 from dapple_tf.compiler import PlannedModel, StepVariant
 from dapple_tf.distributed.membership import Job
 from dapple_tf.errors import BatchError, UsageError
+from dapple_tf.frontend.batch import Nesting
 from dapple_tf.runtime.compile_step import (
     MOST_TRACES,
     CompiledStep,
@@ -233,9 +234,9 @@ def test_programs_of_a_dropped_trace_are_dropped() -> None:
     model, program = step.planned.model, step.program
     compiler.known.started.add(id(program))
     for number in range(MOST_TRACES):
-        signature = (tf.TensorSpec([None], tf.float32),)
+        signature = (tf.TensorSpec([None, *[1] * number], tf.float32),)
         another = replace(model, interface=replace(model.interface, signature=signature))
-        compiler.known.add((f"nesting {number}", signature), another)
+        compiler.known.add((Nesting.of(tf.constant(0.0)), signature), another)
     assert model not in compiler.known.models.values()
     assert not compiler.known.programs
     assert not compiler.known.started
