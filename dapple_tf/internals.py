@@ -423,29 +423,26 @@ def as_tensor(array: Any) -> Any:
 
 
 _WRAPPER = "_dapple_keras_variable"
-"""The attribute of a tf.Variable that returns the Keras variable that wraps it, or None."""
+"""The attribute of a tf.Variable that is a weak reference to the Keras variable that was found around it."""
 
 
 def keras_variables(variables: Sequence[tf.Variable]) -> list[Any]:
     """Return for each tf.Variable the live Keras variable that wraps it, or itself where there is none.
 
     Only Keras variables have the constraints that an optimizer applies. A search walks over all objects of the process,
-    so a tf.Variable keeps its answer. One that gets its Keras variable only later counts as wrapped from the next trace
-    that calls a layer with it.
+    so a tf.Variable keeps the Keras variable that was found. That there is none is not kept: there may be one later.
     """
-    unknown = [variable for variable in variables if not hasattr(variable, _WRAPPER)]
-    if unknown:
+    if any(_known_wrapper(variable) is None for variable in variables):
         for wrapper in live_instances(keras.Variable):
             _note_wrapper(wrapper)
-    wrappers = [getattr(variable, _WRAPPER, _no_wrapper)() for variable in variables]
-    for variable in unknown:
-        if not hasattr(variable, _WRAPPER):
-            setattr(variable, _WRAPPER, _no_wrapper)
+    wrappers = map(_known_wrapper, variables)
     return [variable if wrapper is None else wrapper for variable, wrapper in zip(variables, wrappers, strict=True)]
 
 
-def _no_wrapper() -> None:
-    """Return None, for a tf.Variable of which no Keras variable was found."""
+def _known_wrapper(variable: tf.Variable) -> keras.Variable | None:
+    """Return the Keras variable that was found around a tf.Variable, if it is live and still wraps it."""
+    wrapper = getattr(variable, _WRAPPER, lambda: None)()
+    return wrapper if wrapper is not None and wrapper._value is variable else None
 
 
 def _note_wrapper(wrapper: keras.Variable) -> None:

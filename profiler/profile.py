@@ -392,7 +392,7 @@ def _to_json(profile: Profile) -> dict[str, Any]:
     """Return the file's fields; empty optional ones are left out, but for ``edges``: without it a file is a chain."""
     return {
         "format": FORMAT,
-        **write_record(profile, (None, (), {})),
+        **write_record(profile, empty=False),
         **({} if profile.edges is None else {"edges": profile.edges}),
     }
 

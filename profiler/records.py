@@ -114,12 +114,16 @@ def read_record(
     return _Reader(error).convert(data, kind, where)
 
 
-def write_record(record: Any, absent: Sequence[object] = (None,)) -> dict[str, Any]:
+def write_record(record: Any, *, empty: bool = True) -> dict[str, Any]:
     """Return the fields of a dataclass as a file holds them, and of the dataclasses in them.
 
-    Fields whose value is one of ``absent`` are left out.
+    Fields that are None are left out, and without ``empty`` those that are empty tuples, lists or dictionaries.
     """
-    return asdict(record, dict_factory=lambda fields: {name: value for name, value in fields if value not in absent})
+
+    def is_absent(value: Any) -> bool:
+        return value is None or (not empty and isinstance(value, tuple | list | dict) and not value)
+
+    return asdict(record, dict_factory=lambda fields: {name: value for name, value in fields if not is_absent(value)})
 
 
 _SOURCES = {

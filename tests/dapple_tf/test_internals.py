@@ -549,14 +549,25 @@ def test_keras_variables_finds_the_wrappers_and_leaves_the_rest() -> None:
     assert found[1] is wrapped
 
 
-def test_a_variable_is_searched_for_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    wrapped, plain = keras.Variable([1.0]), tf.Variable([2.0])
-    variables = [plain, wrapped.value]
-    internals.keras_variables(variables)
+def test_a_variable_is_searched_for_until_its_wrapper_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    variable = tf.Variable([1.0])
+    assert internals.keras_variables([variable])[0] is variable
+    wrapped = keras.Variable(variable)
+    assert internals.keras_variables([variable])[0] is wrapped
     monkeypatch.setattr(internals, "live_instances", None)
-    found = internals.keras_variables(variables)
-    assert found[0] is plain
-    assert found[1] is wrapped
+    assert internals.keras_variables([variable])[0] is wrapped
+
+
+def test_a_variable_whose_wrapper_is_gone_is_searched_for_again() -> None:
+    variable = tf.Variable([1.0])
+    gone = keras.Variable(variable)
+    assert internals.keras_variables([variable])[0] is gone
+    del gone
+    gc.collect()
+    wrapped = keras.Variable(variable)
+    assert internals.keras_variables([variable])[0] is wrapped
+    wrapped._value = tf.Variable([2.0])
+    assert internals.keras_variables([variable])[0] is variable
 
 
 def test_variables_of_called_layers_are_not_searched_for(no_search: None) -> None:
@@ -569,7 +580,7 @@ def test_variables_of_called_layers_are_not_searched_for(no_search: None) -> Non
     assert found[1] is inner.bias
 
 
-def test_a_variable_that_is_wrapped_after_a_search_is_known_once_its_layer_is_called() -> None:
+def test_a_variable_that_two_layers_wrap_is_that_of_the_layer_called_last() -> None:
     class Scale(keras.Layer):
         def __init__(self, factor: tf.Variable) -> None:
             super().__init__()
@@ -579,11 +590,11 @@ def test_a_variable_that_is_wrapped_after_a_search_is_known_once_its_layer_is_ca
             return inputs * self.factor
 
     variable = tf.Variable([1.0])
-    assert internals.keras_variables([variable])[0] is variable
-    layer = Scale(variable)
-    with internals.record_layers(lambda layer, begins: None):
-        layer(tf.ones(1))
-    assert internals.keras_variables([variable])[0] is layer.factor
+    layers = [Scale(variable), Scale(variable)]
+    for layer in (*layers, *layers):
+        with internals.record_layers(lambda layer, begins: None):
+            layer(tf.ones(1))
+        assert internals.keras_variables([variable])[0] is layer.factor
 
 
 def test_keras_variables_carry_constraints() -> None:

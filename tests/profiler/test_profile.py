@@ -74,6 +74,13 @@ def test_a_profile_is_saved_in_the_documented_format(tmp_path: Path, data: Any) 
     assert json.loads((tmp_path / "again.json").read_text()) == data
 
 
+def test_a_profile_whose_figures_are_numpy_numbers_is_saved(tmp_path: Path) -> None:
+    layers = (LayerCost("a", *np.full(5, 0.5)),)
+    profile = Profile("net", 8, "V100", layers, whole=WholeModel(*np.full(2, 0.5)), error=np.float64(0.25))
+    profile.save(tmp_path / "profile.json")
+    assert Profile.load(tmp_path / "profile.json") == profile
+
+
 @given(profile=profiles())
 def test_every_profile_can_be_saved_and_loaded(tmp_path_factory: pytest.TempPathFactory, profile: Profile) -> None:
     path = tmp_path_factory.mktemp("profile") / "profile.json"
