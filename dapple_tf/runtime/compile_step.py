@@ -344,7 +344,7 @@ def _find_model(
                 cuts.starts,
                 optimizer,
                 cuts.recomputed,
-                sparse=autoplan.options.keeps_slices,
+                sparse=autoplan.options.keeps_sparse_gradients,
                 windows=autoplan.options.window is not None,
                 owners=owners,
                 sharding=sharding,
