@@ -463,10 +463,10 @@ def _recomputed_nodes(layers: Layers, stage: Stage, recompute: Collection[int]) 
     )
 
 
-# --- Trace the factor by which an optimizer scales the loss before gradients are computed A training step on one device
-# computes the gradients of ``optimizer.scale_loss(loss)``, and the optimizer divides them by the scale
-# (``loss_scale_factor``, ``LossScaleOptimizer``). In a pipeline the factor is the gradient of the loss with which
-# backward starts.
+# --- Trace the factor by which an optimizer scales the loss before gradients are computed
+# A training step on one device computes the gradients of ``optimizer.scale_loss(loss)``, and the optimizer divides them
+# by the scale (``loss_scale_factor``, ``LossScaleOptimizer``). In a pipeline the factor is the gradient of the loss
+# with which backward starts.
 
 
 @dataclass(frozen=True)

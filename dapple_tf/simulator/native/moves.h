@@ -376,7 +376,7 @@ inline bool Moves::change_chunks(Layout& l, Random& random) const {
   return true;
 }
 
-// Change `Layout::ahead` of one stage or of all. Return whether the problem leaves K_i open.
+// Change `Layout::ahead` of one stage or of all. Return false if the problem or the layout leaves no choice of K_i.
 inline bool Moves::change_ahead(Layout& l, Random& random) const {
   const int stages = l.stages(), ahead = random.draw(kMostSlope + 1), needed = -1 - random.draw(4);
   if (p_.slope != kAnySlope || l.chunks > 1 || stages < 2) return false;
