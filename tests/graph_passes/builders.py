@@ -31,9 +31,9 @@ def graph(text: str) -> Graph:
     * In a function, ``takes arg float32[?] 'x' as %x`` declares an input port and its input node, and
       ``gives loss float32[] 'loss' from %l:0`` declares an output port and the value that it gives. Such a function has
       no lines ``graph``, ``inputs`` and ``outputs``: after its ports come the nodes in between.
-    * ``{place}`` at the begin of a node's attributes stands for the attributes stage, replica (0 if the name has none)
-      and micro_batch that its name gives: ``%stage1/replica0/mb3/forward``.
-    * ``{call}`` stands for the same attributes and ``function='stage1/forward'``, the stage's function of this op.
+    * ``place`` as the first attribute of a node stands for the attributes stage, replica and micro_batch from its
+      name, such as ``%stage1/replica0/mb3/forward``. If the name has no replica, the attribute is 0.
+    * ``call`` as the first attribute stands for these and for ``function='stage1/forward'``: the stage, and the op.
     """
     whole = re.sub(r"\n *\| *", " ", text)
     whole = _PLACED.sub(_write_place, whole)

@@ -9,10 +9,11 @@ namespace dapple {
 using Pools = std::vector<std::vector<int>>;
 
 // Plans stages for one micro-batch size, as Alpa does (section 5.2, equation 3). A limit is given on the seconds that
-// each stage needs for a micro-batch. Of all stages within the limit, dynamic programming finds those that need the
-// fewest seconds in total for the forward, the backward and the transfers of one micro-batch. This is repeated with
-// higher limits, until the limit alone makes the step clearly longer than the best one found. The costs are estimates:
-// they do not divide rows exactly among unequal devices, and simplify AllReduces, contention, and memory.
+// each stage needs for a micro-batch, with its part of the stage's AllReduce. Of all stages within the limit, dynamic
+// programming finds those that need the fewest seconds in total for the forward, the backward and the transfers of one
+// micro-batch. This is repeated with higher limits, until the limit alone makes the step clearly longer than the best
+// one found. The costs are estimates: they do not divide rows exactly among unequal devices, and simplify AllReduces,
+// contention, and memory.
 class StagePlanner {
  public:
   // `cuts`: the blocks with which stages may begin, then the number of blocks. `row_seconds`: [blocks + 1] prefix sums
@@ -66,7 +67,7 @@ class StagePlanner {
   };
   // A cell of the table: the best stages for the blocks before a cut, on the units that a state says are used.
   struct Entry {
-    double seconds;  // of one micro-batch on all these stages, with transfers
+    double seconds;  // of one micro-batch on all these stages, with transfers and, if the variant says so, AllReduces
     double moving;   // seconds in which interfaces of the last stage's servers receive the inputs of stages
     int from_cut, from_span, from_state;  // the first cut of the last stage, its span, and the state before it
     bool recompute;                       // whether the last stage re-computes its activations
@@ -92,7 +93,7 @@ class StagePlanner {
   const std::vector<int>& cuts_;
   const Pools& pools_;
   const int z_, last_cut_, pool_count_;  // `last_cut_`: the index of the last cut, which is the end of the model
-  const double rows_, m_, scale_;  // rows of a micro-batch; M; a micro-batch over the profile's batch
+  const double rows_, m_, scale_;        // rows of a micro-batch; M; a micro-batch over the profile's batch
   // A state is the number of units of each pool that are used, as one index of the table. A unit is `unit_` consecutive
   // devices of a pool: one device, unless there are many.
   int unit_ = 1, states_ = 0;
@@ -104,8 +105,8 @@ class StagePlanner {
   std::vector<double> bytes_over_cut_;  // [cuts] bytes of a micro-batch that cross the cut
   std::vector<std::vector<SpanTransfer>> span_transfers_;  // by the sending span
   Transfer transfer_;
-  std::vector<Entry> table_;      // [cuts][states]
-  double pipeline_seconds_ = 0;  // seconds of one micro-batch on all stages of the last solution
+  std::vector<Entry> table_;       // [cuts][states]
+  double pipeline_seconds_ = 0;    // seconds of one micro-batch on all stages of the last solution
   double least_step_ = kInfinity;  // the shortest step that was estimated so far
 };
 
