@@ -4,25 +4,26 @@ PYTHON ?= python3
 BIN := .venv/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-warn-script-location
 
-# Which TensorFlow .venv has: cpu, or with `make EXTRA=gpu` one for NVIDIA GPUs. Later calls keep the choice.
+# Which TensorFlow is installed: that for the cpu or, with `make EXTRA=gpu`, that for NVIDIA GPUs. .venv/extra keeps the
+# choice for later calls.
 EXTRA ?= $(or $(shell cat .venv/extra 2>/dev/null),cpu)
 ifeq ($(filter cpu gpu,$(EXTRA)),)
 $(error EXTRA is $(EXTRA): it must be cpu or gpu)
 endif
 
-# The version that the tests and the figures of this project are for; setup.py allows others (see `make matrix`).
+# The version with which the tests run and the published figures were measured. setup.py allows others: see `make
+# matrix`.
 TENSORFLOW := $(if $(filter gpu,$(EXTRA)),tensorflow[and-cuda],tensorflow-cpu)==2.21.*
 
-# Tests run in so many processes, for two cores: those that start jobs of several ranks share one of them, which often
-# waits. See tests/durations.py.
+# The number of processes that run tests. Three suit two cores, because one of them runs all tests that start jobs (see
+# tests/durations.py), and often waits.
 WORKERS ?= 3
 PYTEST := $(BIN)/python -m pytest -q -n $(WORKERS)
 
 # Hide TensorFlow's log lines about the processor.
 export TF_CPP_MIN_LOG_LEVEL ?= 2
 
-# The tests start many Python processes: each module is compiled once and its bytecode kept, also where the caller's
-# environment turns that off.
+# Keep compiled bytecode, even if the caller's environment turns that off: the tests start many Python processes.
 unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: train test test-all lint bench papers docs hosts matrix release horovod clean
@@ -32,7 +33,8 @@ train: .venv/installed
 	@$(BIN)/dapple train models/gpt.py:gpt --stages 2 --micro-batches 8 --batch-size 64 --steps 100 \
 	    --baseline 10 --trace out/gpt-timeline.png
 
-# Run a command and, beside it, the linters, whose output comes after that of the command. Both must succeed.
+# Run a command and the linters at the same time. The linters' output is printed after that of the command. Fail if one
+# of them fails.
 define and_lint
 log=$$(mktemp); trap 'rm -f "$$log"' EXIT; \
 $(MAKE) --no-print-directory lint >"$$log" 2>&1 & lint=$$!; \
@@ -42,7 +44,8 @@ cat "$$log"; \
 exit $$((tests ? tests : linters))
 endef
 
-# A test that hangs outside of Python does not hear of its timeout: its process ends later, and prints where it was.
+# The time limit of a test cannot stop it while it hangs in native code. After 600 s faulthandler then prints where the
+# threads are, and ends the process.
 HANG := -o faulthandler_timeout=600 -o faulthandler_exit_on_timeout=true
 
 test: .venv/installed-test .venv/installed-exchange
@@ -60,24 +63,26 @@ lint: .venv/installed-test
 bench: .venv/installed-test
 	@$(BIN)/python -m benchmarks
 
-# The papers' tables and figures beside ours, into docs/papers.md: five minutes of CPU, and the first time eight more.
+# Write docs/papers.md: the papers' tables and figures beside ours. It takes five minutes of CPU time, and eight more
+# the first time.
 papers: .venv/installed-test
 	@$(BIN)/python -m benchmarks.papers
 
-# The site of docs/; with --strict a warning is an error. The variable turns off a notice of the theme about its successor.
+# Build the site from docs/; with --strict a warning is an error. The variable hides an advertisement of the theme for
+# its successor.
 docs: .venv/installed-docs
 	@NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --quiet --strict
 	@echo "out/site/index.html"
 
-# Jobs on emulated hosts with slow links: needs root and iproute2.
+# Measure jobs on emulated hosts with slow links: needs root and iproute2.
 hosts: .venv/installed-test .venv/installed-exchange
 	@$(BIN)/python -m benchmarks hosts
 
-# Other versions of TensorFlow, Keras and NumPy, each in an environment of its own.
+# Test with other versions of TensorFlow, Keras and NumPy, each in an environment of its own.
 matrix:
 	@scripts/matrix.sh
 
-# The wheel and the source distribution in dist/, tried in an environment of their own.
+# Build the wheel and the source distribution in dist/, and try the wheel in an environment of its own.
 release: .venv/installed-test
 	@scripts/release.sh
 
@@ -86,14 +91,15 @@ horovod: .venv/installed-exchange
 clean:
 	rm -rf build dist out *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
 
-# Each stamp file depends on the files that name the requirements: nothing is installed unless one of them has changed.
+# The files .venv/installed* are empty: their times say when something was installed. Each depends on the files that
+# name its requirements, so nothing is installed again unless one of them has changed.
 .venv/installed: setup.py pyproject.toml $(wildcard dapple_tf/simulator/native/*.*) .venv/extra | $(BIN)/python
 	@echo "Installing dapple_tf into .venv (TensorFlow is large: the first time takes a few minutes) ..." >&2
 	@$(PIP) --editable ".[$(EXTRA)]" "$(TENSORFLOW)"
 	@touch $@
 
-# Both TensorFlows install the same files: when the choice changes, the old one is uninstalled first. The recipe always
-# runs (FORCE), but writes only a changed choice, so that nothing else is made again.
+# When the choice changes, the other TensorFlow is uninstalled first, since both install the same files. The recipe
+# always runs (FORCE), but writes .venv/extra only if the choice has changed, so that nothing else is installed again.
 .venv/extra: FORCE | $(BIN)/python
 	@if [ "$$(cat $@ 2>/dev/null)" != "$(EXTRA)" ]; then \
 	    if $(BIN)/python -m pip show --quiet $(if $(filter gpu,$(EXTRA)),tensorflow-cpu,tensorflow) 2>/dev/null; then \
@@ -118,7 +124,8 @@ FORCE:
 	@bash dapple_tf/distributed/horovod/install.sh $(BIN)/python
 	@touch $@
 
-# The native exchanges of jobs, which are optional: without a compiler the script says so and succeeds.
+# The TensorFlow ops by which ranks exchange tensors. They are optional: without a compiler the script says so and
+# succeeds.
 .venv/installed-exchange: .venv/installed-horovod scripts/build_exchange.sh $(wildcard dapple_tf/distributed/native/*.*)
 	@scripts/build_exchange.sh $(BIN)/python
 	@touch $@

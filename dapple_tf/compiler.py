@@ -78,7 +78,7 @@ class PlannedModel:
         if self.plan.runs_whole_minibatches:  # each minibatch runs uncut on one replica
             return Exactness(own.of_minibatches.reasons, windows=True, tried=own.tried)
         many, replicas = self.plan.micro_batches > 1, self.plan.replicas
-        writes = (reason for stage, reason in self.model.for_passes.backward_writes if many or replicas[stage] > 1)
+        writes = (reason for stage, reason in self.model.pass_facts.backward_writes if many or replicas[stage] > 1)
         return Exactness((*own.reasons, *writes), windows=self.plan.window is not None, tried=own.tried)
 
     def same(self, other: PlannedModel) -> bool:
@@ -101,7 +101,7 @@ class StepVariant(Enum):
 
 def passes(model: StagedModel, plan: Plan, devices: Sequence[str], home: str, variant: StepVariant) -> tuple[Pass, ...]:
     """Return the passes of ``plan`` in order; the comments say what each needs. See ``pipeline_graph``."""
-    facts = model.for_passes
+    facts = model.pass_facts
     placed = _place_stages(plan, devices)
     if not model.trains:
         return _forward_passes(model, plan, placed, home)
@@ -147,7 +147,7 @@ def window_passes(
     model: StagedModel, plan: Plan, placed: tuple[tuple[str, ...], ...], home: str, variant: StepVariant
 ) -> tuple[Pass, ...]:
     """Return the passes of asynchronous windows in order; they repeat the graph of one minibatch."""
-    interface, facts = model.interface, model.for_passes
+    interface, facts = model.interface, model.pass_facts
     check_window_model(model, plan)
     versions = plan.versions
     window, trained = versions.window, frozenset(model.trained)
@@ -176,13 +176,13 @@ def _call_stages(
     model: StagedModel, micro_batches: int, sizes: tuple[int, ...], split: frozenset[tuple[int, int]] = frozenset()
 ) -> Microbatch:
     """Return the pass that calls the stages of ``model`` on each micro-batch; ``sizes``, ``split``: see there."""
-    interface, head_inputs = model.interface, model.for_passes.head_inputs
+    interface, head_inputs = model.interface, model.pass_facts.head_inputs
     return Microbatch(model.stages, micro_batches, interface.merges, interface.loss, head_inputs, split, sizes)
 
 
 def _forward_passes(model: StagedModel, plan: Plan, placed: tuple[tuple[str, ...], ...], home: str) -> tuple[Pass, ...]:
     """Return the passes of a model that only runs forward, whatever the plan's schedule of training is."""
-    facts = model.for_passes
+    facts = model.pass_facts
     schedule = _schedule_of(model, plan)
     return (
         _call_stages(model, plan.micro_batches, plan.sizes),
@@ -348,7 +348,7 @@ def rank_graphs(
         (name, TensorType(DType(variable.dtype.name), Shape(tuple(variable.shape.as_list()))))
         for name, variable in sorted(model.variables.items())
     )
-    ranks, shares = tuple(stage.devices for stage in plan.stages), model.for_passes.shares
+    ranks, shares = tuple(stage.devices for stage in plan.stages), model.pass_facts.shares
     sharded = find_variables(model.graph, shares).sharded
     # After all passes that expect whole calls.
     statistics: list[Pass] = [CombineStatistics(), ShareStatistics()] if plan.window is None else []

@@ -206,9 +206,9 @@ def constant_value(tensor: Any) -> Any:
 def record_layers(on_call: Callable[[keras.Layer, bool], None]) -> Iterator[None]:
     """Run ``on_call(layer, True)`` before and ``on_call(layer, False)`` after each Keras layer's call in the block.
 
-    Replaces and restores ``keras.Layer.__call__``. Name scopes would not do: Keras adds a counter to them that looks
-    like the number in a layer's own name. The layers' own variables (``_trainable_variables``,
-    ``_non_trainable_variables``) are then known to ``keras_variables``.
+    Replaces and restores ``keras.Layer.__call__``. Name scopes are not used instead, because Keras adds a counter to
+    them that cannot be told from a number in a layer's own name. Each call also notes the layer's variables
+    (``_trainable_variables``, ``_non_trainable_variables``) for ``keras_variables``.
     """
     original = keras.Layer.__call__
 
@@ -227,41 +227,41 @@ def record_layers(on_call: Callable[[keras.Layer, bool], None]) -> Iterator[None
 
 
 class TapeListener(Protocol):
-    """The object that ``listen_to_tapes`` tells of the tapes of one thread."""
+    """The callbacks that ``listen_to_tapes`` calls for the gradient tapes of one thread."""
 
-    def changes(self, tape: tf.GradientTape, *, records: bool, anew: bool) -> None:
-        """Note that ``tape`` begins or ends to record; ``anew``: it forgets what it has recorded before."""
+    def recording_changed(self, tape: tf.GradientTape, *, records: bool, restarts: bool) -> None:
+        """Note that ``tape`` starts or stops recording. ``restarts``: it starts with an empty record."""
 
     def gradient(
         self, tape: tf.GradientTape, compute: Callable[..., Any], target: Any, sources: Any, options: dict[str, Any]
     ) -> Any:
-        """Return the result of ``tape.gradient``; ``compute(target, sources, **options)`` returns TensorFlow's own."""
+        """Return the result of ``tape.gradient``. ``compute(target, sources, **options)`` is TensorFlow's method."""
 
     def jacobian(self, tape: tf.GradientTape, method: str) -> None:
-        """Note a call of ``tape.jacobian`` or ``tape.batch_jacobian``, before it is made."""
+        """Note that ``tape.jacobian`` or ``tape.batch_jacobian`` is about to run."""
 
 
 @contextlib.contextmanager
 def listen_to_tapes(listener: TapeListener) -> Iterator[None]:
-    """Tell ``listener`` of all that this thread does with ``tf.GradientTape`` in the block.
+    """Call ``listener`` for all that this thread does with ``tf.GradientTape`` in the block.
 
-    Replaces and restores methods of the class. ``_push_tape`` and ``_pop_tape`` run whenever a tape begins or ends to
-    record, and ``_tape`` is None where it begins anew.
+    Replaces and restores methods of the class. ``_push_tape`` and ``_pop_tape`` run whenever a tape starts or stops
+    recording, and ``_tape`` is None when it starts with an empty record.
     """
     kind, thread = tf.GradientTape, threading.get_ident()
     names = ("_push_tape", "_pop_tape", "gradient", "jacobian", "batch_jacobian")
     originals = {name: getattr(kind, name) for name in names}
 
     def push(self: tf.GradientTape) -> None:
-        anew = self._tape is None
+        restarts = self._tape is None
         originals["_push_tape"](self)
         if threading.get_ident() == thread:
-            listener.changes(self, records=True, anew=anew)
+            listener.recording_changed(self, records=True, restarts=restarts)
 
     def pop(self: tf.GradientTape) -> None:
         originals["_pop_tape"](self)
         if threading.get_ident() == thread:
-            listener.changes(self, records=False, anew=False)
+            listener.recording_changed(self, records=False, restarts=False)
 
     def gradient(self: tf.GradientTape, target: Any, sources: Any, *args: Any, **options: Any) -> Any:
         options |= dict(zip(("output_gradients", "unconnected_gradients"), args, strict=False))
@@ -403,7 +403,7 @@ def variable_name(variable: tf.Variable) -> str:
 
 
 def view_value(variable: tf.Variable) -> Any:
-    """Return a variable's value as a NumPy array, on a CPU without a copy: what is assigned later may change the array.
+    """Return a variable's value as a NumPy array. On a CPU it is not copied, so later assignments may change the array.
 
     Relies on ``_numpy`` of eager tensors.
     """
@@ -411,10 +411,10 @@ def view_value(variable: tf.Variable) -> Any:
 
 
 def as_tensor(array: Any) -> Any:
-    """Return an array (NumPy) as a tensor on a CPU, which takes over the array's memory where that is aligned.
+    """Return a NumPy array as a tensor on a CPU, which uses the array's memory if that is aligned.
 
-    The array must not be used afterwards, since an update of a variable may change it. ``tf.convert_to_tensor`` holds
-    two copies for a moment. Relies on the constructor of ``EagerTensor``.
+    Do not use the array afterwards: an update of a variable may change it. ``tf.convert_to_tensor`` would always copy,
+    and need memory for both copies for a moment. Relies on the constructor of ``EagerTensor``.
     """
     context.ensure_initialized()
     array = array if array.flags.writeable else array.copy()
@@ -427,7 +427,7 @@ _WRAPPER = "_dapple_keras_variable"
 
 
 def keras_variables(variables: Sequence[tf.Variable]) -> list[Any]:
-    """Return for each tf.Variable the live Keras variable that wraps it, or itself where there is none.
+    """Return for each tf.Variable the live Keras variable that wraps it, or the tf.Variable itself if there is none.
 
     Only Keras variables have the constraints that an optimizer applies. A search walks over all objects of the process,
     so a tf.Variable keeps the Keras variable that was found. That there is none is not kept: there may be one later.
@@ -446,24 +446,25 @@ def _known_wrapper(variable: tf.Variable) -> keras.Variable | None:
 
 
 def _note_wrapper(wrapper: keras.Variable) -> None:
-    """Let the tf.Variable of a Keras variable, if there is one yet, know it."""
+    """Store a weak reference to a Keras variable on its tf.Variable, if that was made already."""
     variable = getattr(wrapper, "_value", None)
     if isinstance(variable, tf.Variable):
         setattr(variable, _WRAPPER, weakref.ref(wrapper))
 
 
 def batch_norm_layers() -> list[keras.layers.BatchNormalization]:
-    """Return all live batch norm layers that are built."""
+    """Return all live batch norm layers that have their variables (``layer.built``)."""
     return [layer for layer in live_instances(keras.layers.BatchNormalization) if layer.built]
 
 
 def live_instances(*kinds: type[Any]) -> list[Any]:
     """Return all live objects of these classes; another thread may still be initialising some of them.
 
-    Uses ``gc.get_referrers`` of the classes: one walk over the process's objects. ``gc.get_objects`` would hold a
-    reference to every object, which breaks other threads that are building a tuple. Garbage collection is off
-    meanwhile: it would change the lists that are walked (a crash), and visiting some objects allocates. What the
-    program froze (``gc.freeze``) is thawed first, because the walk leaves frozen objects out.
+    Calls ``gc.get_referrers`` with the classes, since each object refers to its class: one walk over the process's
+    objects. ``gc.get_objects`` would hold a reference to every object, which breaks other threads that are building a
+    tuple. Garbage collection is off during the walk: a collection would change the lists that are walked and crash the
+    process, and visiting an object can start one. Objects frozen by ``gc.freeze`` are unfrozen first, because the walk
+    leaves them out.
     """
     gc.unfreeze()
     classes: list[type[Any]] = list(kinds)

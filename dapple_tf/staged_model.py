@@ -1,4 +1,7 @@
-"""Cut a captured model into stages and differentiate each: what does not depend on micro-batches or replicas."""
+"""Cut a captured model into stages and differentiate each stage.
+
+The result, a ``StagedModel``, is the same for any number of micro-batches and replicas.
+"""
 
 from __future__ import annotations
 
@@ -50,7 +53,11 @@ from dapple_tf.sharding import Sharding, share_update
 
 @dataclass(frozen=True)
 class Returns:
-    """What a training step returns: its nesting, and for each flattened part the number of the output, or None."""
+    """What a training step returns.
+
+    ``structure``: its nesting (see ``tf.nest``). ``outputs``: for each flattened part the index of the output that it
+    is, or None if the step returns None there.
+    """
 
     structure: Any
     outputs: tuple[int | None, ...]
@@ -60,14 +67,14 @@ class Returns:
 class Interface:
     """The arguments and results of a staged model.
 
-    ``signature``: the specs of the batch's flattened tensors; axis 0 is unknown, and inner lengths may be. ``example``:
-    these specs with the inner lengths of the batch that was traced. ``aux``: the nesting of the aux outputs, or None
-    where the loss has no aux outputs. ``merges``: for each aux output, how the values of the micro-batches are
+    ``signature``: the specs of the batch's flattened tensors. Axis 0 is unknown, and other axes may be. ``example``:
+    the same specs with the lengths of these other axes in the batch that was traced. ``aux``: the nesting of the aux
+    outputs, or None if the loss has none. ``merges``: for each aux output, how the values of the micro-batches are
     combined. ``loss``: whether the losses of the micro-batches are averaged or summed. ``exactness``: the reasons why a
     step differs from a step on one device. ``uncut``: whether the model is only for steps of one micro-batch on one
-    replica (see ``BatchDependence``). ``serves``: whether it serves other lengths (see ``Captured``). ``returns``: what
-    a training step returns; None where the model is a loss. ``targets``: the number of losses that gradients are taken
-    of. ``phase``: see ``Captured``.
+    replica (see ``BatchDependence``). ``serves``: for which of these lengths the trace is valid (see
+    ``Captured``). ``returns``: what a training step returns, or None if the user gave a loss. ``targets``: the number
+    of losses that are differentiated. ``phase``: see ``Captured``.
     """
 
     signature: tuple[tf.TensorSpec, ...]
@@ -102,17 +109,18 @@ class Interface:
 
 
 @dataclass(frozen=True)
-class ForPasses:
-    """The facts about a staged model that passes need and that its graph does not hold.
+class PassFacts:
+    """What passes need to know about a staged model, besides its graph.
 
-    ``shared``: the boundary tensors that do not depend on the batch (see ``SplitConcat``). ``runs``: the nodes of each
-    stage to re-compute (see ``Recompute``). ``head_inputs``: the tensors that the loss head takes, empty where there is
-    none (see ``batch_loss``). ``statistics``: whether moving statistics are written from sums (see
-    ``WriteStatistics``). ``sparse``: the uses of variables whose gradients are sparse (see ``GatherSlices``), and
-    ``lookups``, their ops (see ``LookUpRows``). ``narrow``: the gradients to round (see ``RoundGradients``). ``skips``:
-    whether the optimizer itself skips steps whose gradients are not finite. ``backward_writes``: the stages whose
-    backward writes variables, each with the reason why that is inexact with several micro-batches or replicas.
-    ``shares``: the replica that updates each variable of the stages whose update is sharded (see ``Variables``).
+    ``shared``: the boundary tensors that do not depend on the batch (see ``SplitConcat``). ``runs``: for each stage,
+    the nodes of each run of consecutive layers that backward re-computes (see ``Recompute``). ``head_inputs``: the
+    inputs of the loss head; empty if there is none (see ``batch_loss``). ``statistics``: whether moving statistics are
+    written from sums over the batch (see ``WriteStatistics``). ``sparse``: the uses of variables with sparse gradients
+    (see ``GatherSlices``). ``lookups``: the ops of these uses (see ``LookUpRows``). ``narrow``: the gradients to round
+    (see ``RoundGradients``). ``skips``: whether the optimizer itself skips steps whose gradients are not finite.
+    ``backward_writes``: the stages whose backward writes variables, each with the reason why that is inexact with
+    several micro-batches or replicas. ``shares``: for sharded updates, each variable with the replica of its stage that
+    updates it (see ``Variables``).
     """
 
     shared: frozenset[str]
@@ -129,26 +137,27 @@ class ForPasses:
 
 @dataclass(frozen=True)
 class StagedModel:
-    """A loss cut into stages and differentiated: everything that does not depend on micro-batches or replicas.
+    """A loss that is cut into stages and differentiated, for any number of micro-batches and replicas.
 
-    ``graph`` holds the input nodes and the stage functions of ``stages`` stages; ``library`` the serialised functions
-    that their ops call; ``constants`` the tensors from outside of the functions, by node. ``updates``: the optimizer's
-    update cut into stages, ``global_clipnorm`` its option, and ``counter`` the name of its step counter; None, None and
-    "" without an optimizer.
+    ``graph``: the input nodes and the stage functions of ``stages`` stages. ``library``: TensorFlow's functions that
+    their ops call, serialised. ``constants``: the tensors that functions use from outside, by node. ``updates``: the
+    update cut into stages, or None without an optimizer. ``global_clipnorm``: the optimizer's option. ``counter``: the
+    name of its step counter, or "".
 
-    Variables, by name: ``variables``, the model's and the optimizer's; ``model_variables``. ``trained``: names of the
-    trained variables; ``trained_objects``: the same as the optimizer knows them; ``untrained``: names of trainable
-    variables that no gradient reaches. ``stateful``: see ``Captured``.
+    ``variables``: the variables of the model and of the optimizer, by name. ``model_variables``: only those of the
+    model. ``trained``: the names of the trained variables. ``trained_objects``: the same variables, as the objects that
+    the optimizer has. ``untrained``: the names of trainable variables that have no gradient. ``stateful``: see
+    ``Captured``.
 
-    ``traces``: the FuncGraphs of the loss, of statistics, and of the optimizer's functions. TensorFlow removes
-    functions that are nested in a trace (bodies of If and While) once the trace is garbage, and stage functions still
-    call them.
+    ``traces``: the FuncGraphs of the loss, of statistics, and of the optimizer's functions. They are kept because
+    TensorFlow removes the functions nested in a trace (the bodies of If and While) when the trace is garbage collected,
+    and stage functions call them.
     """
 
     graph: Graph
     stages: int
     interface: Interface
-    for_passes: ForPasses
+    pass_facts: PassFacts
     variables: Mapping[str, tf.Variable]
     model_variables: Mapping[str, tf.Variable]
     constants: Mapping[str, tf.Tensor]
@@ -164,21 +173,21 @@ class StagedModel:
 
     @property
     def exact_uncut(self) -> bool:
-        """Whether a step of one micro-batch on one replica equals one device's."""
+        """Whether a step of one micro-batch on one replica equals a step on one device."""
         return self.interface.uncut or self.interface.exactness.exact_uncut
 
     @property
     def joins(self) -> bool:
-        """Whether the replicas of a stage join what they compute from a micro-batch (see ``JoinReplicas``)."""
+        """Whether replicas of a stage combine statistics in the middle of a stage function (see ``JoinReplicas``)."""
         return any(map(has_joins, self.graph.functions))
 
     @property
     def trains(self) -> bool:
-        """Whether there are functions of backward; without them only forward runs."""
+        """Whether the stages have backward functions; else only forward runs."""
         return at(0, what=OpName.BACKWARD) in self.graph.function_by_name
 
     def pack(self, outputs: Sequence[Any]) -> Any:
-        """Return what the user's function would return: the loss, or (loss, aux); or what a training step returns."""
+        """Return outputs as the user's function returns them: as the loss, (loss, aux) or a training step's nesting."""
         returns = self.interface.returns
         if returns is not None:
             found = [None if number is None else outputs[number] for number in returns.outputs]
@@ -199,15 +208,15 @@ def stage_model(
     owners: Mapping[int, int] = MappingProxyType({}),
     sharding: Sharding | None = None,
 ) -> StagedModel:
-    """Cut the captured graph before the layers ``starts``, differentiate each stage, trace the optimizer's update.
+    """Cut the captured graph before the layers ``starts``, differentiate each stage, and trace the optimizer's update.
 
-    ``recompute``: the layers to re-compute in backward. ``sparse``: gradients of embeddings stay sparse. ``windows``:
-    the model is for asynchronous windows, which repeat what runs once a step for every minibatch. ``owners``: the
-    stages that own variables, by the identity of the variable, whichever stage uses them first. ``sharding``: how the
-    update of stages is shared out to replicas; None where each stage has one update. Without an optimizer
-    the pipelined graph computes gradients, and writes only the state that forward writes. Raises PartitionError where
-    the graph cannot be cut there, CaptureError where it cannot be differentiated, PlanError for an unsuitable
-    optimizer.
+    ``recompute``: the layers that backward re-computes. ``sparse``: whether gradients of embeddings stay sparse.
+    ``windows``: whether the model is for asynchronous windows; what runs once a step then runs for each minibatch.
+    ``owners``: the stage that owns a variable, by the variable's ``id``; the owner of other variables is the first
+    stage that uses them. ``sharding``: how the replicas of a stage divide its update; None if replicas do not divide
+    it. Without an optimizer the pipelined graph computes gradients, and writes only the state that forward writes.
+    Raises PartitionError if the graph cannot be cut there, CaptureError if it cannot be differentiated, PlanError for
+    an unsuitable optimizer.
     """
     stages = partition(layers, starts)
     loss = captured.graph.type_of(captured.graph.outputs[0]).dtype.name
@@ -229,22 +238,23 @@ def stage_model(
     use = find_variables(graph)
     writes = find_write_reasons(captured, joint, gradients[: len(stages.stages)], dict(use.users))
     statistics = trace_statistics(captured, stages, {name: users[0] for name, users in use.users})
-    # A trainable variable that no stage uses has no gradient, but may have averages: the first stage updates these.
-    # What the optimizer has belongs to its updates, also where the loss reads it, such as its learning rate.
+    # The first stage owns trainable variables that no stage uses: they have no gradient, but the optimizer may keep
+    # averages of them. The optimizer's own variables, such as its learning rate, belong to the updates even if the loss
+    # reads them.
     complete = find_variables(graph.replace(functions=(*graph.functions, *statistics.functions)))
     at_end = {name: stages[0] for name, stages in complete.users if name in complete.at_end}
     state = use.state | at_end.keys()
     own_of_optimizer = frozenset() if update is None else update.own - state
     users = {name: users[0] for name, users in use.users if name not in own_of_optimizer}
-    owner = dict.fromkeys(captured.trainable, 0) | at_end | users
+    stage_of = dict.fromkeys(captured.trainable, 0) | at_end | users
     if update is not None:
-        owner |= _owners_of_phase(captured, update, owner, owners, own_of_optimizer)
-    owner |= {name: owner[without_target(name)] for name in captured.trainable}
+        stage_of |= _owners_of_phase(captured, update, stage_of, owners, own_of_optimizer)
+    stage_of |= {name: stage_of[without_target(name)] for name in captured.trainable}
     readers = {name: users[0] for name, users in use.users if name in own_of_optimizer and captured.after is not None}
-    shares = {} if update is None or sharding is None else share_update(update, owner, readers, state, sharding)
+    shares = {} if update is None or sharding is None else share_update(update, stage_of, readers, state, sharding)
     model = model_without_optimizer(captured, stages, graph, statistics, joint.library)
     facts = dataclasses.replace(
-        model.for_passes,
+        model.pass_facts,
         runs=tuple(_recomputed_nodes(layers, stage, recompute) for stage in stages.stages),
         sparse=sparse_parts(gradients),
         lookups=frozenset(use.lookup for stage in gradients for use in stage.slices),
@@ -254,14 +264,14 @@ def stage_model(
         shares=tuple(shares.items()),
     )
     untrained = tuple(name for name in captured.trainable if name not in reached)
-    model = dataclasses.replace(model, for_passes=facts, trained=trained, untrained=untrained)
+    model = dataclasses.replace(model, pass_facts=facts, trained=trained, untrained=untrained)
     if update is None:
         return model
     scales = [] if scale is None else [scale]
     return dataclasses.replace(
         model,
         graph=model.graph.replace(functions=(*model.graph.functions, *(s.function for s in scales))),
-        updates=_cut_updates(captured, update, owner, readers, state, shares),
+        updates=_cut_updates(captured, update, stage_of, readers, state, shares),
         global_clipnorm=update.global_clipnorm,
         variables=update.variables,
         constants={**model.constants, **update.constants},
@@ -279,7 +289,7 @@ def model_without_optimizer(
     statistics: TracedStatistics,
     library: Sequence[tuple[str, bytes]],
 ) -> StagedModel:
-    """Return the model of these stages, whose functions are in ``graph``; it writes what forward writes, and no more.
+    """Return the model with the stage functions of ``graph``; it writes only the state that forward writes.
 
     ``library``: the functions of TensorFlow that the ops of forward and backward call.
     """
@@ -287,7 +297,7 @@ def model_without_optimizer(
         graph=graph.replace(functions=(*graph.functions, *statistics.functions)),
         stages=len(stages.stages),
         interface=Interface.of(captured),
-        for_passes=ForPasses(
+        pass_facts=PassFacts(
             shared=frozenset(map(str, stages.shared)),
             runs=((),) * len(stages.stages),
             head_inputs=stages.layers.head_inputs,
@@ -305,23 +315,23 @@ def model_without_optimizer(
 def _owners_of_phase(
     captured: Captured,
     update: TracedUpdate,
-    owner: Mapping[str, int],
+    stage_of: Mapping[str, int],
     owners: Mapping[int, int],
     own_of_optimizer: Collection[str],
 ) -> dict[str, int]:
-    """Return the owners of variables that only the ``update`` uses, as far as phases of the step decide them.
+    """Return the owners of variables that only the update uses, where the phases of a training step decide them.
 
-    These are the variables that an earlier phase has placed (``owners``, by identity), and those that hold what is
-    handed over, which live where it is computed.
+    These are the variables that an earlier phase has already given to a stage (``owners``, by ``id``), and the
+    variables that hand values over to the next phase: they belong to the stage that computes the value.
     """
     if captured.phase is None:
         return {}
     found = {
         name: owners[id(variable)]
         for name, variable in update.variables.items()
-        if id(variable) in owners and name not in owner and name not in own_of_optimizer
+        if id(variable) in owners and name not in stage_of and name not in own_of_optimizer
     }
-    known = {**owner, **found}
+    known = {**stage_of, **found}
     for node in update.graph.nodes:
         if not node.name.startswith(HANDED_OVER) or node.op != "AssignVariableOp":
             continue
@@ -335,7 +345,7 @@ def _owners_of_phase(
 
 
 def _owned_functions(graph: Graph, owners: Mapping[str, int]) -> list[Function]:
-    """Return functions that take the variables which stages own, and compute nothing: see ``names.OWNED``."""
+    """Return for each stage a function that has the variables it owns as inputs, and computes nothing (``OWNED``)."""
     found = []
     for stage in sorted(set(owners.values())):
         name = at(stage, what=OWNED)
@@ -346,7 +356,7 @@ def _owned_functions(graph: Graph, owners: Mapping[str, int]) -> list[Function]:
 
 
 def _returns(after: AfterGradients) -> Returns:
-    """Return what a training step returns: outputs of its loss, then what is computed after the gradients."""
+    """Return what a training step returns. Outputs are those of its loss, then those computed after the gradients."""
     number = {value: i for i, value in enumerate(after.whole)}
     for value in after.returned:
         if value is not None:
@@ -359,9 +369,9 @@ def _trace_update(
 ) -> TracedUpdate | None:
     """Return the update of the ``trained`` variables: the optimizer's, or a training step's own; None without either.
 
-    ``indices``: see ``trace_update``; ``sparse``: see ``stage_model``. Raises CaptureError where a training step was
-    given a sparse gradient that is dense over stages, or the other way round, and UnexpectedGradientsError where its
-    gradients may be others than it was traced for.
+    ``indices``: see ``trace_update``; ``sparse``: see ``stage_model``. Raises CaptureError if a gradient is sparse in
+    the trace of a training step and dense in the pipeline, or the other way round. Raises UnexpectedGradientsError if
+    the trace was made with predicted gradients (not ``certain``) and the prediction was wrong.
     """
     if captured.after is None:
         return None if optimizer is None else trace_update(optimizer, trained, captured.variables, indices)
@@ -394,14 +404,14 @@ def _trace_update(
 def _cut_updates(
     captured: Captured,
     update: TracedUpdate,
-    owner: Mapping[str, int],
+    stage_of: Mapping[str, int],
     readers: Mapping[str, int],
     state: frozenset[str],
     shares: Mapping[str, int],
 ) -> Updates:
-    """Return what ``cut_updates`` does; its errors name the line of a training step."""
+    """Call ``cut_updates``, and return its result; add the line of the training step to its errors."""
     owners, first_readers = (
-        {name: Site(stage, shares.get(name, 0)) for name, stage in stages.items()} for stages in (owner, readers)
+        {name: Site(stage, shares.get(name, 0)) for name, stage in stages.items()} for stages in (stage_of, readers)
     )
     try:
         return cut_updates(update.graph, owners, first_readers, state)
@@ -419,7 +429,7 @@ def _describe_indices(dtype: str | None) -> str:
 
 
 def _merge_kinds(captured: Captured) -> tuple[MergeKind, ...]:
-    """Return how to merge each aux output over the micro-batches; by its type where the analysis does not say it."""
+    """Return how to merge each aux output over micro-batches: as the analysis found, else as its type suggests."""
     outputs = captured.graph.outputs[1:]
     found = (None,) * len(outputs) if captured.dependence is None else captured.dependence.aux
     return tuple(kind or merge_kind(captured.graph.type_of(v)) for kind, v in zip(found, outputs, strict=True))
@@ -428,7 +438,7 @@ def _merge_kinds(captured: Captured) -> tuple[MergeKind, ...]:
 def stage_graph(
     captured: Captured, functions: Sequence[tuple[Function, ...]], once: Sequence[Function | None]
 ) -> Graph:
-    """Return the graph of the batch's inputs and the stages' functions, without any calls."""
+    """Return the graph with the batch's input nodes and the stage functions, without calls."""
     inputs = tuple(
         make_node(name, OpName.INPUT, (), captured.graph.node(name).outputs, index=i)
         for i, name in enumerate(captured.graph.inputs)
@@ -438,7 +448,7 @@ def stage_graph(
 
 
 def _index_types(gradients: Sequence[StageGradients]) -> dict[str, str]:
-    """Return the dtype of the indices of each sparse gradient: int64 where uses differ, as TensorFlow does."""
+    """Return, by variable, the dtype of the indices of sparse gradients; int64 if uses differ, as in TensorFlow."""
     found: dict[str, set[str]] = {}
     for use in itertools.chain.from_iterable(stage.slices for stage in gradients):
         found.setdefault(use.variable, set()).add(use.kinds[1].dtype.name)
@@ -446,7 +456,7 @@ def _index_types(gradients: Sequence[StageGradients]) -> dict[str, str]:
 
 
 def _recomputed_nodes(layers: Layers, stage: Stage, recompute: Collection[int]) -> tuple[frozenset[str], ...]:
-    """Return the nodes of each run of consecutive layers of ``stage`` that backward re-computes."""
+    """Return, for each run of consecutive layers of ``stage`` that backward re-computes, its nodes."""
     return tuple(
         frozenset(name for layer in run for name in layers.layers[layer].nodes)
         for run in find_runs(recompute, stage.first_layer, stage.last_layer + 1)
@@ -454,13 +464,17 @@ def _recomputed_nodes(layers: Layers, stage: Stage, recompute: Collection[int]) 
 
 
 # --- Trace the factor by which an optimizer scales the loss before gradients are computed
-# A plain training step computes the gradients of ``optimizer.scale_loss(loss)``, and the optimizer divides them again
-# (``loss_scale_factor``, ``LossScaleOptimizer``). A pipeline starts backward with the factor instead.
+# A training step on one device computes the gradients of ``optimizer.scale_loss(loss)``, and the optimizer divides them
+# by the scale (``loss_scale_factor``, ``LossScaleOptimizer``). In a pipeline the factor is the gradient of the loss
+# with which backward starts.
 
 
 @dataclass(frozen=True)
 class _LossScale:
-    """``function`` gives the factor, in the dtype of the loss. ``func_graph``: the trace that it was read from."""
+    """The function that computes the factor by which the loss is scaled, in the dtype of the loss.
+
+    ``func_graph``: the trace that it was read from.
+    """
 
     function: Function
     library: tuple[tuple[str, bytes], ...]
@@ -468,16 +482,16 @@ class _LossScale:
 
 
 def scales_loss(optimizer: Any, dtype: str) -> bool:
-    """Return whether the optimizer scales a loss of this dtype; False for an object that is no Keras optimizer."""
+    """Return whether the optimizer scales a loss of this dtype; False if it is not a Keras optimizer."""
     return isinstance(optimizer, keras.optimizers.Optimizer) and bool(_trace_factor(optimizer, dtype).outputs)
 
 
 def trace_loss_scale(optimizer: Any, captured: Captured, variables: Mapping[str, tf.Variable]) -> _LossScale:
-    """Trace the gradient of ``optimizer.scale_loss(loss)`` for the loss ``captured``.
+    """Return the factor by which ``optimizer.scale_loss`` scales the loss ``captured``, as a traced function.
 
     ``variables``: the variables of the update, by the name of their node. The optimizer must be built, and must scale
-    the loss. Raises CaptureError where the scaled loss is not the loss times a factor, or depends on what is no
-    variable of the optimizer, or where the loss is scaled already.
+    the loss. Raises CaptureError if the scaled loss is not the loss times a factor, if it depends on anything but
+    the loss and variables of the optimizer, or if the captured loss is scaled already.
     """
     _check_not_scaled(optimizer, captured.variables, captured.graph.name)
     func_graph = _trace_factor(optimizer, captured.graph.type_of(captured.graph.outputs[0]).dtype.name)
@@ -510,7 +524,7 @@ def trace_loss_scale(optimizer: Any, captured: Captured, variables: Mapping[str,
 
 
 def _trace_factor(optimizer: Any, dtype: str) -> Any:
-    """Return the FuncGraph that computes the factor for a loss of this dtype; it has no output without a factor."""
+    """Return the FuncGraph that computes the factor for a loss of this dtype; without a factor it has no output."""
 
     def factor(loss: Any) -> Any:
         with tf.GradientTape() as tape:
@@ -522,7 +536,7 @@ def _trace_factor(optimizer: Any, dtype: str) -> Any:
 
 
 def _check_not_scaled(optimizer: Any, variables: Mapping[str, tf.Variable], name: str) -> None:
-    """Raise CaptureError where the loss called ``name``, which uses ``variables``, is scaled already."""
+    """Raise CaptureError if the loss called ``name``, which uses ``variables``, is scaled already."""
     scale = getattr(optimizer, "dynamic_scale", None)
     if scale is not None and any(variable is scale.value for variable in variables.values()):
         raise CaptureError(

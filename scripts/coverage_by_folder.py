@@ -1,11 +1,11 @@
 #!/usr/bin/env python3
-"""Run tests and print which share of the lines and branches of each folder they run, as a Markdown table.
+"""Measure coverage: run tests, and print the share of lines and branches that ran in each folder as a Markdown table.
 
     python scripts/coverage_by_folder.py TREE DATA [ARGUMENT OF PYTEST ...]
 
-TREE is a checkout of this project, and DATA a folder for what is measured, also in the processes that the tests start.
-Without arguments of pytest it prints the table of what DATA has. Uses coverage.py, which must be in the environment of
-this Python: ``.venv/bin/pip install coverage==7.*``.
+TREE is a checkout of this project. DATA is a folder for the measured data of all processes, also of those that tests
+start. Without arguments for pytest no test runs, and the table shows the data that are in DATA. coverage.py must be
+installed for this Python: ``.venv/bin/pip install coverage==7.*``.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def main() -> int:
 
 
 def rows_of(tree: Path, data: Path, settings: Path) -> Iterator[tuple[str, str, str]]:
-    """Yield the rows of the table: a folder, then the shares of its lines and of its branches that ran."""
+    """Yield the rows of the table: a folder, the share of its lines that ran, and that of its branches."""
     files = [str(path) for path in data.glob("run.*")]
     with tempfile.TemporaryDirectory() as folder:
         combined, report = f"{folder}/all", f"{folder}/report.json"

@@ -1,8 +1,10 @@
-"""Sample mutations of a folder's code and report how many the tests notice: python scripts/mutation.py FOLDER TESTS.
+"""Mutation testing: make random changes in a folder's code one at a time, and report for how many the tests fail.
 
-Uses cosmic-ray, from an environment of its own: ``python3 -m venv out/mutation && out/mutation/bin/pip install
-cosmic-ray==8.*``. The mutated files are those of a git worktree of the last commit, in a temporary folder. Mutations
-of annotations such as ``str | None``, which no test can notice, are not drawn.
+    python scripts/mutation.py FOLDER TESTS
+
+Uses cosmic-ray, which needs an environment of its own: ``python3 -m venv out/mutation && out/mutation/bin/pip install
+cosmic-ray==8.*``. It changes a git worktree of the last commit in a temporary folder, not the working tree. Type
+annotations such as ``str | None`` are not changed, since no test can notice that.
 """
 
 from __future__ import annotations
@@ -23,7 +25,7 @@ ROOT = Path(__file__).resolve().parents[1]
 
 
 def main() -> int:
-    """Print each mutation that survives, and the share that is killed."""
+    """Print each mutation with which all tests pass (it survives), and the share of those with which a test fails."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", help="whose modules are mutated, such as graph_passes/passes")
     parser.add_argument("tests", nargs="+", help="tests that must fail")
@@ -47,7 +49,7 @@ def main() -> int:
             def run(*words: str | Path) -> None:
                 subprocess.run([options.cosmic_ray, *words], cwd=tree, env=environment, check=True)
 
-            run("baseline", config)  # the tests pass without a mutation
+            run("baseline", config)  # fails unless the tests pass without a mutation
             run("init", config, session)
             keep_sample(session, tree, options.mutants, options.seed)
             run("exec", config, session)
@@ -57,7 +59,7 @@ def main() -> int:
 
 
 def keep_sample(session: Path, tree: Path, count: int, seed: int) -> None:
-    """Leave ``count`` of the session's mutations of the files in ``tree``, drawn at random."""
+    """Draw ``count`` of the session's mutations at random, and delete the others. ``tree`` has the files."""
     with sqlite3.connect(session) as database:
         rows = database.execute(
             "select job_id, module_path, operator_name, start_pos_row, start_pos_col from mutation_specs "
@@ -72,7 +74,7 @@ def keep_sample(session: Path, tree: Path, count: int, seed: int) -> None:
 
 
 def find_annotations(source: str) -> Callable[[int, int], bool]:
-    """Return a function that returns whether a line and a column of a module are in an annotation."""
+    """Return a function that takes a line and a column, and returns whether an annotation of the module is there."""
     nodes = list(ast.walk(ast.parse(source)))
     found = [getattr(node, field, None) for node in nodes for field in ("annotation", "returns")]
     spans = [
@@ -82,7 +84,7 @@ def find_annotations(source: str) -> Callable[[int, int], bool]:
 
 
 def report(session: Path) -> int:
-    """Print the mutations that no test has noticed, and the share of the others; return 0."""
+    """Print the mutations that survive, and the share of those that tests kill; return 0."""
     with sqlite3.connect(session) as database:
         rows = database.execute(
             "select module_path, start_pos_row, operator_name, test_outcome, diff from mutation_specs "

@@ -1,9 +1,11 @@
 #!/usr/bin/env python3
-"""Print the size of the source as a Markdown table: lines and modules by folder, importers, circles, window branches.
+"""Print the size and some figures of the structure of the source as a Markdown table.
 
     python scripts/source_figures.py [COMMIT]
 
-With a commit it measures that commit's tree, which it unpacks into a temporary folder, so that two outputs compare.
+With COMMIT it measures the tree of that commit instead of the working tree, so that two outputs can be compared. The
+figures are the lines and modules of each folder, small modules that a single module imports, import cycles ("circles of
+files"), and branches that depend on whether there is an asynchronous window.
 """
 
 from __future__ import annotations
@@ -23,12 +25,14 @@ import networkx as nx
 ROOT = Path(__file__).parent.parent
 SOURCE = ("dapple_tf", "graph_passes", "profiler")
 USERS = ("models", "examples", "benchmarks", "tests")
-ALONE_LINES = 100
-WINDOW_WORDS = {"window", "in_turn"}
+# A module with one importer should have more lines than this, or be a part of its importer.
+SMALL_MODULE_LINES = 100
+# Names in a condition which show that it asks for an asynchronous window.
+WINDOW_NAMES = {"window", "in_turn"}
 
 
 def main() -> int:
-    """Print the table of this tree, or of the commit that is named."""
+    """Print the table of the working tree, or of the commit in the first argument."""
     if len(sys.argv) == 1:
         print_figures(ROOT)
         return 0
@@ -51,9 +55,9 @@ def print_figures(root: Path) -> None:
     small = [
         name
         for name, text in modules.items()
-        if len(text.splitlines()) <= ALONE_LINES and name in graph and graph.in_degree(name) == 1
+        if len(text.splitlines()) <= SMALL_MODULE_LINES and name in graph and graph.in_degree(name) == 1
     ]
-    circles = [part for part in nx.strongly_connected_components(graph) if len(part) > 1 and "dapple_tf" not in part]
+    cycles = [part for part in nx.strongly_connected_components(graph) if len(part) > 1 and "dapple_tf" not in part]
     rows = [("figure", "value"), ("---", "---")]
     rows.append(("source: lines of Python, modules", f"{_lines(files.values()):,}, {len(files)}"))
     folders = Counter[str]()
@@ -66,8 +70,8 @@ def print_figures(root: Path) -> None:
     for folder in USERS:
         found = [path.read_text("utf-8") for path in _python_files(root / folder)]
         rows.append((f"{folder}: lines of Python, files", f"{_lines(found):,}, {len(found)}"))
-    rows.append((f"modules of at most {ALONE_LINES} lines with one importer", str(len(small))))
-    rows.append(("circles of files", str(len(circles))))
+    rows.append((f"modules of at most {SMALL_MODULE_LINES} lines with one importer", str(len(small))))
+    rows.append(("circles of files", str(len(cycles))))
     outside = {path: text for path, text in files.items() if "window" not in str(path.relative_to(root))}
     branches = sum(map(_window_branches, outside.values()))
     rows.append(("branches on the window in files without it in their path", str(branches)))
@@ -84,11 +88,12 @@ def _lines(texts: Iterable[str]) -> int:
 
 
 def _module(root: Path, path: Path) -> str:
+    """Return the dotted name of a module from its path, such as ``dapple_tf.plans``."""
     return ".".join(path.relative_to(root).with_suffix("").parts).removesuffix(".__init__")
 
 
 def _imports(text: str, modules: Collection[str]) -> Iterator[str]:
-    """Yield the project's modules that a file imports, by their paths in the tree."""
+    """Yield the names of the project's modules that a file imports, as ``_module`` returns them."""
     for node in ast.walk(ast.parse(text)):
         names = []
         if isinstance(node, ast.Import):
@@ -102,21 +107,22 @@ def _imports(text: str, modules: Collection[str]) -> Iterator[str]:
 
 
 def _window_branches(text: str) -> int:
-    """Return how many tests ask for a window: of if, while, and, or, conditional expressions and comprehensions."""
-    tests: list[ast.AST] = []
+    """Return how many conditions in a file ask for a window: of if, if expressions, while, comprehensions, cases."""
+    conditions: list[ast.AST] = []
     for node in ast.walk(ast.parse(text)):
         if isinstance(node, ast.If | ast.IfExp | ast.While):
-            tests.append(node.test)
+            conditions.append(node.test)
         elif isinstance(node, ast.comprehension):
-            tests += node.ifs
+            conditions += node.ifs
         elif isinstance(node, ast.match_case) and node.guard is not None:
-            tests.append(node.guard)
-    return sum(any(_names_window(part) for part in ast.walk(test)) for test in tests)
+            conditions.append(node.guard)
+    return sum(any(_names_window(part) for part in ast.walk(condition)) for condition in conditions)
 
 
 def _names_window(node: ast.AST) -> bool:
+    """Return whether a node is a name or an attribute of ``WINDOW_NAMES``."""
     name = node.attr if isinstance(node, ast.Attribute) else node.id if isinstance(node, ast.Name) else ""
-    return name in WINDOW_WORDS
+    return name in WINDOW_NAMES
 
 
 if __name__ == "__main__":

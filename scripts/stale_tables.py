@@ -1,8 +1,10 @@
 """Report which tables of benchmarks/README.md are older than the code that they measure.
 
-Each table names the commit that it was measured on: "Measured on commit `1a2b3c4`." A table is old where a file that
-its benchmark imports, directly or not, has changed since. Run it in a clone with the whole history:
-``python scripts/stale_tables.py``. Exit code 1: a table names no commit, or one that the history does not have.
+    python scripts/stale_tables.py
+
+Each table names the commit that it was measured on: "Measured on commit `1a2b3c4`." A table is old if a file that its
+benchmark imports, directly or indirectly, has changed since that commit. The clone must have the whole history. The
+exit code is 1 if a table names no commit, or one that is not in the history.
 """
 
 from __future__ import annotations
@@ -22,7 +24,7 @@ _COMMIT = re.compile(r"Measured on commit `([0-9a-f]{7,40})`")
 
 
 def find_sections(text: str) -> Iterator[tuple[str, str]]:
-    """Yield the name and the text of each section that has a table."""
+    """Yield the benchmark's name and the text of each section that has a table."""
     parts = _SECTION.split(text)
     for name, section in zip(parts[1::2], parts[2::2], strict=True):
         if re.search(r"^\|", section, re.MULTILINE):
@@ -30,26 +32,28 @@ def find_sections(text: str) -> Iterator[tuple[str, str]]:
 
 
 def list_changes(commit: str, modules: set[str]) -> list[str] | None:
-    """Return those of the modules whose files have changed since ``commit``; None for an unknown commit."""
+    """Return the files of these modules that have changed since ``commit``; None if there is no such commit."""
     command = ["git", "diff", "--name-only", commit, "HEAD", "--", "*.py", "*.cc", "*.h"]
     found = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     if found.returncode:
         return None
     changed = {
         Path(re.sub("^models/", "dapple_tf/examples/", re.sub("^(?=(graph_passes|profiler)/)", "dapple_tf/", name)))
-        for name in found.stdout.splitlines()  # the package has links to these folders
+        for name in found.stdout.splitlines()  # inside the package, these folders are symbolic links
     }
-    own = {Path(*module.split(".")) for module in modules}
-    native = {path.parent for path in own if path.name == "library"}  # C++ beside the module that loads it
+    imported = {Path(*module.split(".")) for module in modules}
+    native = {path.parent for path in imported if path.name == "library"}  # C++ beside the module that loads it
     return sorted(
         str(path)
         for path in changed
-        if path.with_suffix("") in own or path.parent in native or (path.name == "__init__.py" and path.parent in own)
+        if path.with_suffix("") in imported
+        or path.parent in native
+        or (path.name == "__init__.py" and path.parent in imported)
     )
 
 
 def main() -> int:
-    """Print a line for each table."""
+    """Print for each table whether it is older than the code; return the exit code."""
     graph = grimp.build_graph(PACKAGES[0], *PACKAGES[1:])
     missing = 0
     for name, section in find_sections((ROOT / "benchmarks" / "README.md").read_text()):

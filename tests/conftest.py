@@ -1,8 +1,7 @@
 """Settings of all tests: how many examples Hypothesis draws, which tests are slow, and which share a process.
 
-No TensorFlow here: see ``tests.tensorflow_start``.
-
-HYPOTHESIS_PROFILE chooses: ``ci`` (the same few examples every time), ``dev`` (the default) or ``thorough``.
+The environment variable HYPOTHESIS_PROFILE is ``ci`` (the same few examples every time), ``dev`` (the default) or
+``thorough``. This file does not import TensorFlow, since many tests need none: see ``tests.tensorflow_start``.
 """
 
 from __future__ import annotations
@@ -33,22 +32,23 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    # Objects of TensorFlow and Keras stay: to look at them less often saves a tenth of the time, and loses no memory.
+    # Collect garbage less often: this saves a tenth of the time. Memory does not grow by it, since nearly all objects
+    # of TensorFlow and Keras stay in use anyway.
     gc.set_threshold(10_000, 20, 20)
-    # The process that starts those of pytest-xdist gets their reports.
+    # With pytest-xdist only the main process records: it gets the reports of all worker processes.
     if config.getoption("record_durations") and not hasattr(config, "workerinput"):
         config.pluginmanager.register(_Recorder())
 
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> Iterator[None]:
-    """Mark slow tests, and let the processes of pytest-xdist begin with the group that takes longest."""
+    """Mark slow tests. With pytest-xdist, put the tests that start jobs first, then the groups that take longest."""
     durations = read_durations()
     slow = find_slow((item.nodeid for item in items if not _shares_launch(item)), durations)
     for item in items:
         if item.nodeid in slow and not item.get_closest_marker("always"):
             item.add_marker(pytest.mark.slow)
-    yield  # pytest leaves out tests by their marks
+    yield  # here pytest removes the tests that are deselected by their marks
     if hasattr(config, "workerinput"):
         seconds: Counter[str] = Counter()
         for item in items:
@@ -57,19 +57,19 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
-    """Free what was collected and left out: each trace of a model walks over all objects of its process."""
+    """Free the tests that were deselected: each trace of a model walks over all objects of the process."""
     if hasattr(session.config, "workerinput"):
         gc.collect()
 
 
 def _shares_launch(item: pytest.Item) -> bool:
-    """Return whether a test examines a job that others examine too, which is launched by the first of them."""
+    """Return whether a test uses a job that is launched once for several tests, by the first one that runs."""
     return isinstance(item, pytest.Function) and "launches" in item.fixturenames
 
 
 @pytest.hookimpl(optionalhook=True)  # pytest-xdist is not always used
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """Give each process of pytest-xdist whole groups of tests, in the order in which they were collected."""
+    """Return a scheduler that gives each process of pytest-xdist whole groups of tests, in the collected order."""
     from xdist.scheduler import LoadScopeScheduling
 
     class Groups(LoadScopeScheduling):
@@ -82,7 +82,7 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_setupnodes() -> None:
-    """Compile the planner's C++ library, unless it is there, before processes start that would each compile it."""
+    """Compile the planner's C++ library once, before worker processes start; else each of them would compile it."""
     from dapple_tf.simulator.native.library import load_library
 
     load_library()
@@ -100,13 +100,13 @@ def pytest_runtest_teardown(item: pytest.Item) -> None:
 
 
 def _processor_seconds() -> float:
-    """Return the processor time of this process and of those that it has started and waited for."""
+    """Return the processor time (seconds) of this process and of the child processes that have ended."""
     used = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
     return sum(usage.ru_utime + usage.ru_stime for usage in used)
 
 
 class _Recorder:
-    """Writes the durations of the tests that were run and have passed."""
+    """Pytest plugin that writes the durations of the tests that have passed."""
 
     def __init__(self) -> None:
         self._passed: set[str] = set()

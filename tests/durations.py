@@ -1,11 +1,11 @@
-"""Choose the slow tests by their measured seconds, and the group of tests that one process runs.
+"""Decide from measured seconds which tests are slow, and divide tests into groups, each for one process.
 
-``durations.txt`` has the seconds that tests took with ``HYPOTHESIS_PROFILE=ci``. They are processor time of the test's
-process and of the processes that it starts, so other programs on the machine do not count. A line names a test or one
-case of it, in brackets. The line of a test stands for all its cases that have no line. "?" in place of the seconds
-means that the test has not been measured; it then counts as slow. A test without a line takes less than
-``LISTED_SECONDS``. Tests that share one launch of a job (fixture ``launches``) have no lines; their marks say which
-launches are slow. To measure the tests of some files again::
+``durations.txt`` has the seconds that tests took with ``HYPOTHESIS_PROFILE=ci``: processor time of the test's process
+and of its child processes, so the load of the machine matters little. Each line has the seconds and a test's name. A
+parametrized test has several cases; a name with brackets is one case, and a name without them stands for all cases
+that have no line of their own. "?" in place of the seconds means that the test was not measured; it counts as slow. A
+test without a line takes less than ``LISTED_SECONDS``. Tests that use a job that is launched once for several tests
+(fixture ``launches``) have no lines: they are marked ``slow`` by hand. To measure the tests of some files again::
 
     HYPOTHESIS_PROFILE=ci .venv/bin/python -m pytest --record-durations FILES
 """
@@ -23,26 +23,26 @@ DURATIONS = ROOT / "tests" / "durations.txt"
 
 LISTED_SECONDS = 0.15
 # A test is slow if it takes more than these seconds.
-LONE_SECONDS = 0.5  # a test without cases
-TEST_SECONDS = 1.5  # the quickest case of a test; of equally quick ones the first by name
+LONE_SECONDS = 0.5  # a test that is not parametrized
+TEST_SECONDS = 1.5  # the quickest case of a parametrized test; of equally quick ones the first by name
 CASE_SECONDS = 0.15  # any other case
-FILE_SECONDS = 1.1  # the quickest test of a file in which all tests would be slow, so that few files are left out
+FILE_SECONDS = 1.1  # the quickest test of a file in which all tests would be slow: so most files have a test that runs
 
 _UNKNOWN = "?"
-# Folders whose tests plan: one process runs them.
-_PLAN = ("tests/dapple_tf/planner/", "tests/dapple_tf/autoplan/")
+# Folders whose tests run planners: one process runs all of them.
+_PLANNER_FOLDERS = ("tests/dapple_tf/planner/", "tests/dapple_tf/autoplan/")
 
 
 def read_durations() -> dict[str, float]:
-    """Return the seconds of ``durations.txt`` by test; infinity where they are not known."""
+    """Return the seconds in ``durations.txt`` by test; infinity for tests that were not measured."""
     rows = (line.split(maxsplit=1) for line in DURATIONS.read_text(encoding="utf-8").splitlines())
     return {test: math.inf if seconds == _UNKNOWN else float(seconds) for seconds, test in rows}
 
 
 def write_durations(durations: Mapping[str, float]) -> None:
-    """Write ``durations.txt``, in the order of names.
+    """Write ``durations.txt``, sorted by name.
 
-    A test has a line if it takes ``LISTED_SECONDS`` or longer, or if there is a line for all cases of the test.
+    Tests that take less than ``LISTED_SECONDS`` are left out, except for cases whose test has a line for all its cases.
     """
     lines = [
         f"{_UNKNOWN if math.isinf(seconds) else format(seconds, '.1f'):>6} {test}\n"
@@ -53,12 +53,12 @@ def write_durations(durations: Mapping[str, float]) -> None:
 
 
 def function_of(test: str) -> str:
-    """Return a test's name without the brackets that name the case."""
+    """Return the name of a case without its brackets, which is the name of the test."""
     return test.partition("[")[0]
 
 
 def find_slow(tests: Iterable[str], durations: Mapping[str, float]) -> frozenset[str]:
-    """Return which of these tests are slow. Give all tests of a file, since they are compared with each other."""
+    """Return the slow ones of these tests. Pass all tests of a file together, since they are compared."""
     seconds = {test: seconds_of(test, durations) for test in tests}
     by_seconds = sorted(seconds, key=lambda test: (seconds[test], test))
     quickest: dict[str, str] = {}
@@ -85,14 +85,14 @@ def seconds_of(test: str, durations: Mapping[str, float]) -> float:
 
 
 def group_of(test: str) -> str:
-    """Return the name of the group of tests that one process runs: "jobs", "plans", or a file.
+    """Return the name of a test's group, whose tests all run in one process: "jobs", "plans", or the test's file.
 
-    Two jobs of several ranks at a time would disturb each other's timing.
+    Tests that start jobs are one group, since jobs that run at the same time would disturb each other's timing.
     """
     path = _file_of(test)
     if starts_jobs(path):
         return "jobs"
-    return "plans" if path.startswith(_PLAN) else path
+    return "plans" if path.startswith(_PLANNER_FOLDERS) else path
 
 
 def _file_of(test: str) -> str:
@@ -102,5 +102,5 @@ def _file_of(test: str) -> str:
 
 @cache
 def starts_jobs(path: str) -> bool:
-    """Return whether a file of tests starts jobs: those need Horovod."""
+    """Return whether the tests of a file start jobs: the file then has the mark ``needs_horovod``."""
     return "needs_horovod" in (ROOT / path).read_text(encoding="utf-8")

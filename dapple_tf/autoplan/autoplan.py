@@ -280,7 +280,7 @@ class Autoplan:
                 if self._job.rank == 0:
                     LOGGER.info("elastic: there are %s, and %d were asked for: planning anew", have, plan.device_count)
                 sharded = options.shard_optimizer or plan.shard_optimizer
-                options, decision = dataclasses.replace(options.planned_anew(), shard_optimizer=sharded), None
+                options, decision = dataclasses.replace(options.open_to_new_plan(), shard_optimizer=sharded), None
         if options.cluster is not None and options.cluster.devices != devices:
             hosts = [] if job.is_alone else list(Counter(job.gather(socket.gethostname())).items())
             options = dataclasses.replace(options, cluster=options.cluster.on_hosts(hosts) if hosts else None)

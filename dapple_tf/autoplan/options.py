@@ -1,8 +1,8 @@
 """The options of ``dapple.pipeline``, declared once: their types, defaults, meanings, checks and command-line names.
 
-``pipeline``, ``verify``, ``dapple.keras.pipeline``, the command line and the table in the documentation are made from
-``Options`` (see ``option_help``). ``OptionTypes`` repeats the types for type checkers and editors; a test holds the two
-equal.
+The parameters of ``pipeline``, ``verify`` and ``dapple.keras.pipeline``, the command-line options, and the table in the
+documentation are made from the fields of ``Options`` (see ``option_help``). ``OptionTypes`` repeats the types for type
+checkers and editors; a test checks that the two agree.
 """
 
 from __future__ import annotations
@@ -39,22 +39,24 @@ WINDOW_NOT_VERIFIED = (
 """Why asynchronous windows are not compared with one device, and what to do instead."""
 
 _USUAL_MICRO_BATCHES = 8
-"""M where none is given; also until the simulator has chosen M, for batches of at least as many samples."""
+"""M if none is given. Where the simulator chooses M, this is M until it has, if the batch has so many samples."""
 
 Mode = Literal["sync", "async"]
-"""Whether weights change once a step, or after each minibatch of a window."""
+"""Synchronous training updates the weights once a step, asynchronous training after each minibatch of a window."""
 
 SparseGradients = Literal["exact", "dense"]
-"""The form in which the optimizer gets the gradient of a variable that is read by rows, such as an embedding."""
+"""The form in which the optimizer gets the gradient of a variable whose rows are looked up, such as an embedding."""
 
-_OF_WINDOWS = ("minibatches", "weights", "depth")
-_NOT_OF_WINDOWS = ("schedule", "slice", "batch_loss", "batch_norm", "shard_optimizer")
+# Options that are only for asynchronous windows.
+_WINDOW_OPTIONS = ("minibatches", "weights", "depth")
+# Options that are only for synchronous steps.
+_STEP_OPTIONS = ("schedule", "slice", "batch_loss", "batch_norm", "shard_optimizer")
 
 Stages = int | Sequence[str] | Literal["auto"]
 """The number of stages, the names of the layers that start one, or "auto"."""
 
 MicroBatches = int | GivenSizes | Literal["auto"]
-"""M, "auto", or for each micro-batch its samples or its share of the samples."""
+"""M, "auto", or a list with the number of samples, or the share of the samples, of each micro-batch."""
 
 
 class OptionTypes(TypedDict, total=False):
@@ -94,12 +96,12 @@ def _option(
     advice: str = "",
     repr: bool = True,
 ) -> Any:
-    """Return the field of an option.
+    """Return the dataclass field that declares an option.
 
-    ``meaning``: a sentence, for help and tables. ``more``: the text that follows it in docstrings. ``page``: the page
-    and section of the guide about it. ``flag``: its name on the command line; "" where it has none. ``accepts``:
-    returns whether a value is right, or raises an error that says why not. ``advice``: what to give in place of a wrong
-    value. ``repr``: whether the ``repr`` of the options shows it.
+    ``meaning``: a sentence for ``--help`` and tables. ``more``: text that follows the sentence in docstrings. ``page``:
+    the page and section of the guide about the option. ``flag``: its name on the command line, or "" if it has none.
+    ``accepts``: a function that returns whether a value is valid, or raises an error that says why it is not.
+    ``advice``: what the error message says to give instead of an invalid value. ``repr``: see ``dataclasses.field``.
     """
     about = {"meaning": meaning, "more": more, "page": page, "flag": flag, "accepts": accepts, "advice": advice}
     return field(default=default, metadata=about, repr=repr)
@@ -135,7 +137,7 @@ def _is_schedule(given: object) -> bool:
 
 
 def _is_input(name: str, given: object) -> bool:
-    """Return True for None, and for the kind of input that ``name`` says; raise PlanError for anything else."""
+    """Return True if the option ``name`` is None or has the right type; else raise PlanError (see ``check_inputs``)."""
     if given is not None:
         check_inputs(**{name: given})
     return True
@@ -145,8 +147,8 @@ def _is_input(name: str, given: object) -> bool:
 class Options:
     """The options of a pipelined step, each given or left to its default.
 
-    Raises PlanError for a value of the wrong type, ScheduleError for an unknown schedule or one that is not for the
-    stages, replicas or micro-batches that are given. ``check_contradictions`` compares options with each other.
+    Raises PlanError for an invalid value, and ScheduleError for an unknown schedule or one that does not suit the given
+    stages, replicas or micro-batches. ``check_contradictions`` finds options that cannot be given together.
     """
 
     stages: Stages = _option(
@@ -357,7 +359,7 @@ class Options:
             object.__setattr__(self, declared.name, given)
             if not declared.metadata["accepts"](given):
                 raise PlanError(f"{declared.name}={given!r}: {declared.metadata['advice']}")
-        if self.window is not None and self.replicas and min(self.replicas) > 0:  # 0 is refused later, with the stages
+        if self.window is not None and self.replicas and min(self.replicas) > 0:  # 0 is refused later
             self.window.versions(self.replicas)
         if self.spec is not None and (self.stages_are_auto or self.micro_batches_are_auto):
             check_plannable(self.spec)
@@ -367,7 +369,7 @@ class Options:
             self._check_stages_fit(self.spec, self.stages)
 
     def _check_sizes_fit(self) -> None:
-        """Raise PlanError, or ScheduleError, where the given sizes contradict the replicas or the schedule."""
+        """Raise PlanError or ScheduleError if the given micro-batch sizes contradict the replicas or the schedule."""
         given, count = self.given_sizes, len(self.given_sizes)
         if self.replicas and are_counts(given):
             sizes = tuple(map(int, given))
@@ -380,7 +382,7 @@ class Options:
             )
 
     def _check_stages_fit(self, spec: ScheduleSpec, stages: int) -> None:
-        """Raise ScheduleError, or PlanError, where the schedule is not for these stages, M or workers."""
+        """Raise ScheduleError or PlanError if the schedule does not suit the number of stages, M or the replicas."""
         if not self.micro_batches_are_auto:
             spec.check(stages, self.count_micro_batches(0))
         workers = spec.worker_map(stages).workers
@@ -399,14 +401,14 @@ class Options:
 
     @property
     def spec(self) -> ScheduleSpec | None:
-        """The schedule; None where the simulator chooses it. With ``slice``, "auto" means 1F1B, which is sliced."""
+        """The schedule, or None if the simulator chooses it. With ``slice`` the schedule "auto" is 1F1B."""
         if self.schedule == "auto":
             return None if self.slice is None else ScheduleSpec.parse("dapple-a")
         return ScheduleSpec.parse(self.schedule)
 
     @property
     def wanted_micro_batches(self) -> MicroBatches:
-        """M, "auto" or sizes. If not given: "auto" where the stages are, else 8. In an asynchronous window: 1."""
+        """M, "auto" or sizes; by default "auto" if the stages are "auto", else 8. In asynchronous windows 1."""
         if self.window is not None:
             return 1
         if self.micro_batches is None:
@@ -415,9 +417,9 @@ class Options:
 
     @cached_property
     def window(self) -> WindowPlan | None:
-        """The asynchronous windows that are asked for, or None for synchronous training.
+        """The settings of asynchronous windows, or None for synchronous training.
 
-        Options that are not given are those of the window of ``plan``, if it has one.
+        Options that were not given are taken from the window of ``plan``, if it has one.
         """
         if self.mode == "sync":
             return None
@@ -431,11 +433,11 @@ class Options:
         """The training mode: ``Synchronous``, or the ``WindowPlan`` of asynchronous windows."""
         return self.window or Synchronous()
 
-    def planned_anew(self) -> Options:
-        """Return the options with stages, replicas and schedule left to the planner.
+    def open_to_new_plan(self) -> Options:
+        """Return these options without stages, replicas and schedule, so that a planner chooses them again.
 
         M is kept, since results may depend on it: batch norm takes statistics of each micro-batch. The settings of
-        windows are kept too, except for the depth.
+        windows are kept too, except the depth.
         """
         wanted: MicroBatches | None = self.plan.micro_batches if self.plan is not None else self.wanted_micro_batches
         settings: dict[str, Any] = {"micro_batches": len(self.given_sizes) if self.given_sizes else wanted}
@@ -444,13 +446,13 @@ class Options:
             settings = {name: getattr(window, name) for name in names} | {"depth": None}
         recompute = bool(self.plan.recompute) if self.plan is not None else self.recompute
         if isinstance(recompute, StageNumbers) or (not isinstance(recompute, bool) and not _is_list_of(str, recompute)):
-            recompute = False  # it names stages, which the new plan may not have
+            recompute = False  # it is for given stages, which the new plan may not have
         return dataclasses.replace(
             self, stages="auto", replicas=None, plan=None, schedule="auto", slice=None, recompute=recompute, **settings
         )
 
     def forward_only(self) -> Options:
-        """Return the options of a function that only runs forward: without those of training and of planning."""
+        """Return these options for a function that only runs forward, without those for training and planning."""
         return dataclasses.replace(
             self,
             plan=None,
@@ -465,9 +467,9 @@ class Options:
 
     @property
     def can_run_uncut(self) -> bool:
-        """Whether each batch is one micro-batch on one replica, or may be because M or the replicas are left open.
+        """Whether each batch may be one micro-batch on one replica: the options say so, or leave M and replicas open.
 
-        M is not left open where the user allows inexact steps, or gives a schedule for some M.
+        M does not count as open if inexact steps are allowed, or if the given schedule is for a certain M.
         """
         left_open = (
             self.micro_batches_are_auto and self.inexact == "error" and not (self.spec and self.spec.micro_batches)
@@ -476,12 +478,12 @@ class Options:
         return self.window is None and one and max(self.replicas or (1,)) == 1
 
     @property
-    def keeps_slices(self) -> bool:
-        """Whether the gradients of embeddings stay sparse."""
+    def keeps_sparse_gradients(self) -> bool:
+        """Whether the optimizer gets sparse gradients of embeddings, as on one device."""
         return self.sparse_gradients == "exact"
 
     def count_micro_batches(self, samples: int, replicas: int = 1) -> int:
-        """Return M for a batch of ``samples``; where M is "auto", 8, or fewer if the batch is too small for 8.
+        """Return M for a batch of ``samples``; if M is "auto", 8, or fewer for a small batch.
 
         ``replicas``: the largest number of replicas of a stage; each replica needs a sample.
         """
@@ -498,24 +500,24 @@ class Options:
         return () if isinstance(wanted, int | str) else wanted
 
     def sizes(self, samples: int) -> tuple[int, ...]:
-        """Return the samples of each micro-batch of a first batch of ``samples``; empty for equal ones.
+        """Return the samples of each micro-batch of a first batch of ``samples``; empty if micro-batches are equal.
 
-        Raises PlanError where given sizes do not add up to ``samples``.
+        Raises PlanError if given sizes do not add up to ``samples``.
         """
         found = count_samples(self.given_sizes, samples) if self.given_sizes else ()
         return found if len(set(found)) > 1 else ()
 
     def largest_micro_batch(self, samples: int) -> int:
-        """Return about how many samples the largest micro-batch of a batch of ``samples`` has."""
+        """Return approximately the samples of the largest micro-batch of a batch of ``samples``."""
         if self.given_sizes:
             return math.ceil(samples * max(self.given_sizes) / math.fsum(self.given_sizes))
         return samples // max(1, self.count_micro_batches(samples) * self.training.parts)
 
 
-# --- options that contradict each other
+# --- Refuse options that contradict each other
 
 
-def _trains_newest_and_recomputes(options: Options) -> bool:
+def _recomputes_with_newer_weights(options: Options) -> bool:
     recompute = options.recompute or (options.plan is not None and options.plan.recompute)
     return options.window is not None and options.window.weights == "latest" and bool(recompute)
 
@@ -567,7 +569,7 @@ _CONTRADICTIONS: tuple[tuple[Callable[[Options], bool], str], ...] = (
         "command line --async) to train in them, or another plan",
     ),
     (
-        _trains_newest_and_recomputes,
+        _recomputes_with_newer_weights,
         "weights='latest' with recompute: backward would compute the activations again with newer weights than "
         "forward used; leave recompute out, or use weights='stash'",
     ),
@@ -587,15 +589,15 @@ _CONTRADICTIONS: tuple[tuple[Callable[[Options], bool], str], ...] = (
         'or schedule to "auto"',
     ),
 )
-"""Pairs: whether options cannot be given together, and the message, a format string that takes the options."""
+"""Pairs of a function that returns whether options contradict each other, and a message: a format string of them."""
 
 
 def check_contradictions(options: Options) -> None:
-    """Raise PlanError where some of the options cannot be given together."""
-    for name in _OF_WINDOWS:
+    """Raise PlanError if some of the options cannot be given together."""
+    for name in _WINDOW_OPTIONS:
         if options.mode == "sync" and (given := getattr(options, name)) is not None:
             raise PlanError(f"{name}={given!r} is for asynchronous windows: give mode='async' too, or leave it out")
-    for name in _NOT_OF_WINDOWS:
+    for name in _STEP_OPTIONS:
         default = Options.__dataclass_fields__[name].default
         if options.mode == "async" and (given := getattr(options, name)) != default:
             raise PlanError(f"{name}={given!r} with mode='async': windows have an order of their own; leave it out")
@@ -613,7 +615,7 @@ def check_worker_count(replicas: Sequence[int], stages: int, workers: int) -> No
 
 
 def _as_python(given: Any) -> Any:
-    """Return the value of an option with numbers of Python in place of NumPy's, also in lists and tuples."""
+    """Return the value of an option with NumPy's numbers converted to Python's, also in lists and tuples."""
     if isinstance(given, list):
         return [_as_python(item) for item in given]
     if isinstance(given, tuple):

@@ -169,7 +169,7 @@ def build_program(
     it, none. ``earlier``: the program of the phase before.
     """
     inline = inline and model.interface.phase is None
-    move_to_stages(graph, model.variables, model.for_passes.shares)
+    move_to_stages(graph, model.variables, model.pass_facts.shares)
     bindings = StepVariables(graph, model.variables, buffers)
     compiled = {} if choose is None else choose(graph, bindings, graph.functions)
     operations = Operations(graph, bindings, model.constants, model.library, inline, compiled=compiled)

@@ -1,4 +1,4 @@
-"""Which steps of a training run are recorded, and what of each step is written for TensorBoard."""
+"""Observe a training run: record some of its steps, write curves for TensorBoard, and check that losses are finite."""
 
 from __future__ import annotations
 
@@ -19,21 +19,21 @@ from dapple_tf.runtime.step import PipelinedStep
 from dapple_tf.timeline.critical_path import sum_by_kind
 from dapple_tf.timeline.timeline import Timeline
 
-_MAX_COST = 0.01  # of a step's time, for recording that is always on
-_MEASURED_STEPS = 4  # steps that measure the cost of recording; the first costs more than the others
+_MAX_COST = 0.01  # the largest part of the training time that recording steps for curves may take
+_MEASURED_STEPS = 4  # the cost of recording is measured in the first steps; in the very first it is higher
 
 
 def choose_interval(cost_seconds: float, step_seconds: float) -> int:
-    """Return n such that recording every n-th step costs at most 1% of the time."""
+    """Return n such that recording every n-th step takes at most 1% of the training time."""
     return max(1, math.ceil(cost_seconds / (_MAX_COST * step_seconds)))
 
 
 class Observer:
-    """Runs the steps of a training run, of which the ``first`` has this number, and records some of them.
+    """Runs the steps of a training run, records some of them, and writes curves and the run's file.
 
-    For a trace the last steps are recorded, as the ``settings`` say. For curves every n-th step is: the first four
-    measure what recording costs, and rank 0 chooses n for all ``ranks``. ``scalars``: where rank 0 writes the curves.
-    ``record``: where it writes the steps.
+    For a trace it records the last steps, as the ``settings`` say. For curves it records every n-th step. The first
+    four steps measure what recording costs; then rank 0 chooses n for all ``ranks``. ``first``: the number of the first
+    step. ``scalars``: where rank 0 writes the curves. ``record``: the file in which it notes each step.
     """
 
     def __init__(
@@ -47,7 +47,8 @@ class Observer:
     ) -> None:
         self._step, self._first, self._ranks = step, first, ranks
         self._scalars, self._record = scalars, record
-        self._untraced = settings.steps - (settings.trace_steps if settings.trace else 0)  # the steps before the trace
+        # The number of the last step before the trace.
+        self._untraced = settings.steps - (settings.trace_steps if settings.trace else 0)
         self._trace_ops, self._curves = settings.trace_ops, settings.records_curves
         self._number = first - 1
         self._recorded = False
@@ -56,7 +57,7 @@ class Observer:
         self._seconds: list[float] = []
 
     def run(self, *batch: Any) -> Any:
-        """Run the next step on a batch, recorded or not, and return its result."""
+        """Run the next step on a batch, record it if it is time to, and return its result."""
         self._number += 1
         on_curve = self._curves and (self._number - self._first) % self._interval == 0
         traced = self._number > self._untraced
@@ -66,7 +67,7 @@ class Observer:
         return self._step(*batch)
 
     def observe(self, done: StepResult) -> None:
-        """Write the curves' points of a step that is done; after the first four steps choose the interval."""
+        """Write what is known of a step that is done; after the first four steps choose which steps to record."""
         begin = time.perf_counter()
         if self._scalars is not None:
             values = {"loss": done.loss, "samples_per_second": done.samples / done.seconds}
@@ -90,22 +91,25 @@ class Observer:
             self._ranks.print_result(f"one step in {self._interval} is recorded: {takes}")
 
 
-# --- Write scalars of a run for TensorBoard; only viewing them needs TensorBoard installed
+# --- Write scalars of a run for TensorBoard, which must be installed only to look at them
 
-# Marks a tensor as a point of a curve.
+# Tells TensorBoard that a tensor is a point of a curve.
 _SCALAR = tf.compat.v1.SummaryMetadata(
     plugin_data=tf.compat.v1.SummaryMetadata.PluginData(plugin_name="scalars"), data_class="DATA_CLASS_SCALAR"
 )
 
 
 class Scalars:
-    """Writes scalars by step into ``folder``; they reach the file at ``close``, or at a ``write`` two minutes later."""
+    """Writes scalars by step into a file in ``folder``.
+
+    They are buffered until ``close``, or until the first ``write`` after two minutes.
+    """
 
     def __init__(self, folder: str | os.PathLike[str]) -> None:
         self._writer = tf.summary.create_file_writer(os.fspath(folder))
 
     def write(self, step: int, values: Mapping[str, float]) -> None:
-        """Add a point at ``step`` to each named curve, all in one event."""
+        """Add a point at ``step`` to the curve of each name, all in one event of the file."""
         summary = tf.compat.v1.Summary(
             value=[
                 tf.compat.v1.Summary.Value(tag=name, tensor=tf.make_tensor_proto(value, tf.float32), metadata=_SCALAR)
@@ -116,7 +120,7 @@ class Scalars:
             tf.summary.experimental.write_raw_pb(summary.SerializeToString(), step=step)
 
     def write_text(self, step: int, name: str, text: str) -> None:
-        """Add a text at ``step``; it reaches the file at once."""
+        """Add a text at ``step``, and write the buffer to the file."""
         with self._writer.as_default():
             tf.summary.text(name, text, step=step)
         self._writer.flush()
@@ -127,13 +131,13 @@ class Scalars:
 
 
 def recorded_scalars(timeline: Timeline) -> dict[str, float]:
-    """Return the further curves of a recorded step: its bubble, utilisations (fractions), and seconds of its parts."""
+    """Return the points of a recorded step: its bubble, utilisations (fractions), and seconds of its critical path."""
     busy = {f"utilisation/stage_{stage}": share for stage, share in enumerate(timeline.stage_utilisation)}
     path = {f"critical_path_seconds/{kind}": seconds for kind, seconds in sum_by_kind(timeline.critical_path).items()}
     return {"bubble": timeline.bubble, "step_seconds": timeline.seconds, **busy, **path}
 
 
-# --- Notice a training run whose loss becomes NaN or infinite: warn at once, keep good checkpoints, fail at the end
+# --- Detect a loss that becomes NaN or infinite: warn at once, keep the good checkpoints, fail at the end
 
 
 _ADVICE = "run with --check-numerics, with which the first such step fails, changes nothing and names the cause"
@@ -141,14 +145,14 @@ _WINDOW_ADVICE = "train on from a good checkpoint without --async and with --che
 
 
 class LossWatch:
-    """Notes the losses of a run of ``step``.
+    """Checks the losses of a training run of ``step``, and decides whether checkpoints may be saved.
 
-    ``problem``: what was wrong with the run, for its end. ``minibatch_losses``: of each asynchronous window.
+    ``minibatch_losses``: for each asynchronous window that has run, the losses of its minibatches.
     """
 
     def __init__(self, step: PipelinedStep, ranks: Ranks) -> None:
         self._step = step
-        self._ranks, self._tell = ranks, ranks.print_warning
+        self._ranks, self._warn = ranks, ranks.print_warning
         self._first: StepResult | None = None
         self._bad_minibatch = 0
         self._last: StepResult | None = None
@@ -156,7 +160,7 @@ class LossWatch:
         self.minibatch_losses: list[list[float]] = []
 
     def note(self, done: StepResult) -> None:
-        """Note the loss of a step that is done; warn of the first that is not finite."""
+        """Note the loss of a step that is done; print a warning for the first loss that is not finite."""
         self._last = done
         if self._in_windows:
             self.minibatch_losses.append(self._step.losses.numpy().tolist())
@@ -164,12 +168,13 @@ class LossWatch:
             self._first = done
             losses = self.minibatch_losses[-1] if self._in_windows else []
             self._bad_minibatch = next((m for m, loss in enumerate(losses) if not math.isfinite(loss)), 0)
-            self._tell(f"warning: the loss of {self._place(done)} is {done.loss}: to find out why, {self._advice}")
+            self._warn(f"warning: the loss of {self._place(done)} is {done.loss}: to find out why, {self._advice}")
 
     def may_save(self) -> bool:
-        """Return whether the run may be saved now: the last loss and the trained variables of all ranks are finite.
+        """Return whether a checkpoint may be saved now: the last loss and all trained variables are finite.
 
-        In a job every rank must call it. Of a step whose loss is finite the update may not be.
+        Variables are checked too, since an update may not be finite although the loss of its step is. In a job every
+        rank must call this: a checkpoint is saved only if each of them finds only finite values.
         """
         last = self._last
         good = last is None or (math.isfinite(last.loss) and not self._has_bad_variable())
@@ -179,12 +184,12 @@ class LossWatch:
         if self._unsaved == 1:
             number = 0 if last is None else last.number
             what = self._step.plan.training.words.unit
-            self._tell(f"warning: no checkpoint after {what} {number}: the loss or a variable is not finite")
+            self._warn(f"warning: no checkpoint after {what} {number}: the loss or a variable is not finite")
         return False
 
     @property
     def problem(self) -> str:
-        """The message that names the loss or the variables that were not finite; "" where all were finite."""
+        """The error message for the end of the run: what was not finite; "" if all was finite."""
         if self._first is None and not self._unsaved:
             return ""
         if self._first is None:
@@ -202,13 +207,13 @@ class LossWatch:
         return _WINDOW_ADVICE if self._in_windows else _ADVICE
 
     def _place(self, done: StepResult) -> str:
-        """Return the step, or the window and its minibatch, with the first loss that was not finite."""
+        """Return the words for the step, or the minibatch and its window, with the first loss that was not finite."""
         if not self._in_windows:
             return f"step {done.number}"
         return f"minibatch {self._bad_minibatch} of window {done.number}"
 
     def _has_bad_variable(self) -> bool:
-        """Return whether a trained variable, of those that this rank holds, is not finite."""
+        """Return whether any trained variable that this rank holds is not finite."""
         job = self._ranks.job
         for variable in self._step.variables.values():
             holders = job.variable_locations.ranks_of(variable)

@@ -194,7 +194,7 @@ def trace_of(part: AfterGradients, func_graph: Any, trained: Sequence[str]) -> T
     ]
     nodes = [
         dataclasses.replace(
-            node.taking({value: Value(argument.name) for value, argument in taken.items()}),
+            node.replace_inputs({value: Value(argument.name) for value, argument in taken.items()}),
             controls=tuple(control for control in node.controls if control.source in members),
         )
         for node in graph.nodes

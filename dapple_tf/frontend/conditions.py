@@ -68,7 +68,7 @@ def _open(graph: Graph, func_graph: Any, library: dict[str, bytes]) -> tuple[lis
     result: list[Node] = []
     unused = set(opened)  # nodes to leave out: they take a result of an opened condition, which has none
     for node in graph.nodes:
-        node = node.taking(results)
+        node = node.replace_inputs(results)
         if node.name not in live and not unused.isdisjoint(value.node for value in node.inputs):
             unused.add(node.name)
             continue

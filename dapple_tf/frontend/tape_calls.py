@@ -76,8 +76,8 @@ class TapeCalls:
         self._tapes: dict[int, _Recorded] = {}
         self._made: set[tuple[int, str]] = set()
 
-    def changes(self, tape: tf.GradientTape, *, records: bool, anew: bool) -> None:
-        if anew or id(tape) not in self._tapes:
+    def recording_changed(self, tape: tf.GradientTape, *, records: bool, restarts: bool) -> None:
+        if restarts or id(tape) not in self._tapes:
             self._tapes[id(tape)] = _Recorded(tape)
         known, graph = self._tapes[id(tape)], tf.compat.v1.get_default_graph()
         count = len(graph.get_operations())

@@ -99,12 +99,12 @@ def predict_plan_memory(planned: PlannedModel, *, ranks: bool, packs: bool = Fal
     largest = max(micro_batch_sizes(planned.batch_size, plan.micro_batches, plan.sizes))
     shares = [stage.row_shares or (1,) * sharing for stage, sharing in zip(plan.stages, plan.sharing, strict=True)]
     bytes_of = infer_sizes(graph, model, [-(-largest * max(own) // sum(own)) for own in shares])
-    variables = find_variables(graph, model.for_passes.shares)
+    variables = find_variables(graph, model.pass_facts.shares)
     functions = [
         {kind: bytes_of[f.name] for kind, f in stage_functions(graph, stage).items()} for stage in range(model.stages)
     ]
     slices = _find_slices(
-        list(map(_one_backward, functions)), model.for_passes.sparse, variables, micro_batches, plan.replicas
+        list(map(_one_backward, functions)), model.pass_facts.sparse, variables, micro_batches, plan.replicas
     )
     stages = [
         _predict_stage(
@@ -122,7 +122,7 @@ def predict_plan_memory(planned: PlannedModel, *, ranks: bool, packs: bool = Fal
         )
         for stage, own in enumerate(functions)
     ]
-    if model.for_passes.head_inputs:
+    if model.pass_facts.head_inputs:
         loss_head = graph.function(at(model.stages - 1, what=OpName.LOSS_HEAD))
         stages[-1] = _with_loss_head(stages[-1], loss_head, planned.batch_size)
     return tuple(stages)

@@ -344,7 +344,7 @@ def _find_model(
                 cuts.starts,
                 optimizer,
                 cuts.recomputed,
-                sparse=autoplan.options.keeps_slices,
+                sparse=autoplan.options.keeps_sparse_gradients,
                 windows=autoplan.options.window is not None,
                 owners=owners,
                 sharding=sharding,
@@ -558,7 +558,7 @@ def _plan_key(planned: PlannedModel) -> _PlanKey:
 def _report_writes(planned: PlannedModel, autoplan: Autoplan, compiled: CompiledSteps) -> None:
     """Refuse variables that backward writes several times under this plan, or warn once for each M and replicas."""
     model = planned.model
-    if model.for_passes.backward_writes and not any(key[0] == _plan_key(planned) for key in compiled.programs):
+    if model.pass_facts.backward_writes and not any(key[0] == _plan_key(planned) for key in compiled.programs):
         writes = planned.exactness.reasons[len(model.interface.exactness.reasons) :]
         report_exactness(model.graph.name, writes, autoplan.inexact)
 

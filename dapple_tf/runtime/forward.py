@@ -148,4 +148,4 @@ def _stage_forward(captured: Captured, layers: Layers, starts: Sequence[int], sh
     statistics = trace_statistics(captured, stages, {name: users[0] for name, users in find_variables(called).users})
     model = model_without_optimizer(captured, stages, called, statistics, graph.library)
     own = tuple((name, shares[id(v)]) for name, v in captured.variables.items() if id(v) in shares)
-    return replace(model, for_passes=replace(model.for_passes, shares=own))
+    return replace(model, pass_facts=replace(model.pass_facts, shares=own))

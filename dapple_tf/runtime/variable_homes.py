@@ -29,7 +29,7 @@ class VariableHomes:
 
     def share(self, model: StagedModel) -> None:
         """Note which replicas update the variables of ``model``: further models of these variables must agree."""
-        self.shares |= {id(model.variables[name]): replica for name, replica in model.for_passes.shares}
+        self.shares |= {id(model.variables[name]): replica for name, replica in model.pass_facts.shares}
 
     def remember(self, variables: Iterable[tf.Variable]) -> None:
         """Note the devices of variables, before a program is built that may move them."""

@@ -126,11 +126,11 @@ def _compare(
 
     plain = compare_with(undone(lambda: one.train(batch)))
     exactness = Exactness(tuple(reason for phase in phases for reason in phase.exactness.reasons))
-    has_loss_head = any(phase.model.for_passes.head_inputs for phase in phases)  # parts of the batch have no loss then
+    has_loss_head = any(phase.model.pass_facts.head_inputs for phase in phases)  # parts of the batch have no loss then
     if has_loss_head or len(exactness.reasons) == len(exactness.undocumented):
         return Report(plan, plain, exactness)
-    if model.for_passes.statistics or isinstance(one, StepOnOneDevice):
-        deferred = model.for_passes.statistics
+    if model.pass_facts.statistics or isinstance(one, StepOnOneDevice):
+        deferred = model.pass_facts.statistics
         divided = compare_with(undone(lambda: one.train_divided(batch, _find_pieces(phases), deferred=deferred)))
         return Report(plan, plain, exactness, divided, NORMALISED_IN_TURN)
     parts = cut_samples(planned.batch_size, plan.micro_batches, plan.sizes)

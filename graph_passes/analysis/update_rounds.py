@@ -214,7 +214,7 @@ def part_rounds(
         for value, role in roles
     ]
     kept = [
-        dataclasses.replace(node.taking(taken), controls=tuple(c for c in node.controls if c.source in members))
+        dataclasses.replace(node.replace_inputs(taken), controls=tuple(c for c in node.controls if c.source in members))
         for node in graph.nodes
         if node.name in members | inputs
     ]

@@ -61,10 +61,10 @@ def fold_conditions(graph: Graph) -> Graph:
     for node in graph.nodes:
         marker = outermost.get(node.name)
         if marker is None:
-            nodes.append(node.waiting_for(outermost))
+            nodes.append(node.replace_controls(outermost))
         elif marker == node.name:
             folded, branches = _fold(graph, node, members.get(node.name, []))
-            nodes.append(folded.waiting_for(outermost))
+            nodes.append(folded.replace_controls(outermost))
             functions += branches
     return graph.replace(nodes=topological(nodes), functions=(*graph.functions, *functions))
 
@@ -135,6 +135,6 @@ def _branch(graph: Graph, name: str, nodes: Sequence[Node], entering: Sequence[V
         if node.strings("guard")[0] not in marker_of:  # guarded by the condition that is folded
             node = node.without("guard")
         controls = tuple(control for control in node.controls if control.source in inside)
-        body.append(dataclasses.replace(node.taking(by_value), controls=controls))
+        body.append(dataclasses.replace(node.replace_inputs(by_value), controls=controls))
     ordered = topological([*(node for _, node in inputs), *body])
     return Function(name, Graph(name, ordered, tuple(n.name for _, n in inputs)), tuple(p for p, _ in inputs), ())

@@ -1,4 +1,4 @@
-"""The intermediate representation: immutable nodes, with data edges and control edges kept apart.
+"""The intermediate representation: graphs of immutable nodes, which keep data edges and control edges apart.
 
 Two levels share these types. At the *op level* a node is a TensorFlow operation (``MatMul``) or an input, whose op is
 lower-case (``ops.INPUT_OPS``). At the *call level*, the pipelined graph, a node calls a stage function or connects such
@@ -33,7 +33,7 @@ class StrEnum(str, Enum):
 
 @dataclass(frozen=True)
 class DType:
-    """An element type, by TensorFlow's name for it: ``float32``."""
+    """An element type, with TensorFlow's name for it, such as ``float32``."""
 
     name: str
 
@@ -44,7 +44,7 @@ class DType:
 
     @property
     def handle(self) -> bool:
-        """Whether a tensor of this type is the handle of a variable, a table or a list: it holds no numbers or text."""
+        """Whether a tensor of this type is a handle, which refers to a variable, a table or a list."""
         return self.name in {"resource", "variant"}
 
     @property
@@ -54,26 +54,26 @@ class DType:
 
     @property
     def size(self) -> int:
-        """Bytes of one element (a boolean takes 1; a handle and a string count as 8)."""
+        """Bytes of one element; 8 for a handle and a string."""
         digits = re.search(r"\d+", self.name)  # the first: float8_e5m2
         return max(1, int(digits[0]) // 8) if digits else {"half": 2, "bool": 1}.get(self.name, 8)
 
 
 OTHER = -1
-"""An unknown dimension that is known not to be the batch, such as the rows that a mask selects."""
+"""A dimension of unknown size that is not the batch axis, such as the number of rows that a mask selects."""
 
 
 @dataclass(frozen=True)
 class Shape:
     """The dimensions of a tensor; ``dims`` is None where the rank is unknown.
 
-    A dimension of None is unknown and may be the batch; ``OTHER`` is unknown and is not the batch.
+    A dimension of None is unknown, and may be the batch axis. ``OTHER`` is unknown too, but not the batch axis.
     """
 
     dims: tuple[int | None, ...] | None
 
     def elements(self, unknown: int = 1) -> int:
-        """Return the number of elements, with ``unknown`` for each unknown dimension; 1 where the rank is unknown."""
+        """Return the number of elements, if each unknown dimension is ``unknown``; 1 where the rank is unknown."""
         total = 1
         for dim in self.dims or ():
             total *= unknown if dim in (None, OTHER) else int(dim or 0)
@@ -88,7 +88,7 @@ class TensorType:
     shape: Shape
 
     def bytes(self, unknown: int = 1) -> int:
-        """Return the bytes of a tensor of this type, counting ``unknown`` for each unknown dimension."""
+        """Return the bytes of a tensor of this type, if each unknown dimension is ``unknown``."""
         return self.dtype.size * self.shape.elements(unknown)
 
 
@@ -99,7 +99,7 @@ def tensor(dtype: str, *dims: int | None) -> TensorType:
 
 @dataclass(frozen=True)
 class FunctionRef:
-    """An attribute that names a function of TensorFlow's library: the body of a While, an If or a call."""
+    """An attribute that names a function of ``Graph.library``, such as the body of a While."""
 
     name: str
 
@@ -127,7 +127,7 @@ class Value:
 
 @dataclass(frozen=True)
 class Control:
-    """A control edge: the node that holds it runs after the node ``source``, for the printed ``reason``."""
+    """A control edge of a node: it runs after the node ``source``. Texts and messages print the ``reason``."""
 
     source: str
     reason: str
@@ -143,16 +143,16 @@ class Effect(StrEnum):
     WRITE = "write"
     """It writes variables."""
     RANDOM = "random"
-    """It draws random numbers from a generator's hidden state: it must run exactly once."""
+    """It draws random numbers from a generator that has a state: it must run exactly once."""
     SIDE = "side"
     """It acts on the outside world (print, assert, Python code): it must run exactly once."""
     JOIN = "join"
-    """It joins its input with those of a stage's other replicas: it must run exactly once, on each of them."""
+    """It combines its input with those of the other replicas of its stage: it must run exactly once on each replica."""
 
 
 @dataclass(frozen=True)
 class Node:
-    """An operation. ``inputs`` are its data edges, ``controls`` its control edges, ``attrs`` sorted by name."""
+    """An operation. ``inputs``: its data edges; ``controls``: its control edges; ``attrs``: sorted by name."""
 
     name: str
     op: str
@@ -220,15 +220,15 @@ class Node:
         return dataclasses.replace(self, attrs=tuple(item for item in self.attrs if item[0] != key))
 
     def after(self, source: str, reason: str) -> Node:
-        """Return this node with a control edge from ``source``; unchanged if it has one from there."""
+        """Return this node with a control edge from ``source``, unless it has one already."""
         if any(control.source == source for control in self.controls):
             return self
         return dataclasses.replace(self, controls=(*self.controls, Control(source, reason)))
 
-    def waiting_for(self, moved: Mapping[str, str]) -> Node:
-        """Return this node with control edges from the nodes that ``moved`` gives in place of others, each once.
+    def replace_controls(self, moved: Mapping[str, str]) -> Node:
+        """Return this node with the sources of control edges replaced as ``moved`` says; other sources stay.
 
-        It does not wait for itself.
+        Duplicate control edges and those from the node itself are removed.
         """
         controls: dict[str, Control] = {}
         for control in self.controls:
@@ -241,12 +241,12 @@ class Node:
         """Return the node's outputs, in order."""
         return tuple(Value(self.name, i) for i in range(len(self.outputs)))
 
-    def taking(self, moved: Mapping[Value, Value]) -> Node:
-        """Return this node with the values that ``moved`` gives in place of its inputs; others stay."""
+    def replace_inputs(self, moved: Mapping[Value, Value]) -> Node:
+        """Return this node with its inputs replaced as ``moved`` says; other inputs stay."""
         return dataclasses.replace(self, inputs=tuple(moved.get(value, value) for value in self.inputs))
 
     def predecessors(self) -> Iterator[str]:
-        """Yield the names of the nodes that must run before this one, those of data edges first."""
+        """Yield the names of the nodes at the other end of its data edges, then of its control edges."""
         for value in self.inputs:
             yield value.node
         for control in self.controls:
@@ -267,7 +267,7 @@ def make_node(
     /,
     **attrs: Attr,
 ) -> Node:
-    """Return a node with these attributes, which are sorted by name."""
+    """Return a pure node; ``attrs`` may be in any order."""
     return Node(name, op, tuple(inputs), tuple(outputs), attributes(attrs), tuple(controls))
 
 
@@ -293,33 +293,39 @@ Role = Literal[
 ]
 """The role of an input or output of a stage function; inputs are sorted in this order.
 
-``arg``: a tensor of the batch; ``rows``: the first and the end row of the micro-batch and the batch size, an int64
-vector; ``once``: a value that the stage computed once a step, from the whole batch; ``boundary``: a tensor from the
-stage before, or to the next; ``gradient``: the gradient of a boundary tensor; ``seed``: the gradient of the loss, which
-is the micro-batch's share of the samples, or 1, times the loss scale where there is one; ``stash``: a tensor that
-forward keeps for backward; ``carry``: a tensor that backward passes to the function of the weight gradients, where
-there is one, or a part of a function to a later part (see ``function_parts``); ``variable``: a resource, or its dense
-gradient; ``sum``: the resource of the sum of a variable's gradients, to which backward adds; ``slices`` and
-``indices``: rows of a variable's sparse gradient, and the numbers of these rows (a port of each for each use of the
-variable, in the same order); ``partial``: a term that an optimizer computes from the gradients of one stage for the
-updates of all stages, and ``combined``: what it computes from such terms (see ``update_terms``); ``whole``: the value
-of an output of the step on the whole batch, for an update that takes it (the port's name is the number of the output);
-``statistic``: a tensor of forward that is summed over micro-batches and replicas, or its sum; ``loss`` and ``aux``:
-outputs of the model.
+* ``arg``: a tensor of the batch.
+* ``rows``: an int64 vector of the micro-batch's first row, its end (exclusive) and the batch size.
+* ``once``: a value that the stage computes once a step, from the whole batch.
+* ``boundary``: a tensor from the stage before, or to the next stage.
+* ``gradient``: the gradient of a boundary tensor.
+* ``seed``: the gradient of the loss. It is the micro-batch's share of the samples, or 1, times the loss scale, if any.
+* ``stash``: a tensor that forward keeps for backward.
+* ``carry``: a tensor from a split backward's first function to that of the weight gradients, or from one part of a
+  function to a later one (see ``function_parts``).
+* ``variable``: as an input the resource of a variable, as an output the variable's dense gradient.
+* ``sum``: the resource of the sum of a variable's gradients, to which backward adds.
+* ``slices``, ``indices``: the values and the row numbers of a variable's sparse gradient. There is one port of each
+  role for each use of the variable, in the same order.
+* ``partial``: a term that an optimizer computes from the gradients of one stage for the updates of all stages.
+* ``combined``: a value that it computes from such terms (see ``update_terms``).
+* ``whole``: an output of the step, computed on the whole batch, for an update that uses it. The port's name is the
+  number of the output.
+* ``statistic``: a tensor of forward that is summed over micro-batches and replicas, or the sum.
+* ``loss``, ``aux``: outputs of the model.
 """
 
 ROLES: tuple[Role, ...] = get_args(Role)
 
 ROLE_OF_NAME: Mapping[str, Role] = MappingProxyType({role: role for role in ROLES})
-"""Each role by its name in a text or an attribute."""
+"""The role for each name, as it stands in the text of a graph or in an attribute."""
 
 BOUND_ROLES: frozenset[Role] = frozenset({"variable", "sum"})
-"""The roles of inputs that are resources: a call takes these by their names, and no node gives them."""
+"""The roles of inputs that are resources. A call does not pass them: they are found by the name of the port."""
 
 
 @dataclass(frozen=True)
 class Port:
-    """An input or output of a stage function: its role, the name that it has in that role, and its type."""
+    """An input or output of a stage function: its role, a name that is unique in that role, and its type."""
 
     role: Role
     name: str
@@ -345,21 +351,21 @@ class Function:
 
     @property
     def results(self) -> tuple[tuple[Port, Value], ...]:
-        """The outputs, each with the value that it carries."""
+        """The outputs, each with the value of the graph that it gives."""
         return tuple(zip(self.outputs, self.graph.outputs, strict=True))
 
     @cached_property
     def passed(self) -> tuple[Port, ...]:
-        """The inputs that a call of the function passes: all but resources."""
+        """The inputs for which a call passes a value: all except resources (``BOUND_ROLES``)."""
         return tuple(port for port in self.inputs if port.role not in BOUND_ROLES)
 
-    def carrier_of(self, value: Value) -> tuple[Role, str] | None:
-        """Return the role and the name of the input that is ``value``; None for a value that the function computes."""
+    def input_key(self, value: Value) -> tuple[Role, str] | None:
+        """Return the role and the name of the input ``value``; None if the function computes this value."""
         port = self._ports.get(value.node)
         return None if port is None else (port.role, port.name)
 
     def passed_by(self, call: Node) -> dict[tuple[Role, str], Value]:
-        """Return the values that a call passes, by the role and the name of the input."""
+        """Return the values that the node ``call`` passes to this function, by the role and the name of the input."""
         return {(port.role, port.name): value for port, value in zip(self.passed, call.inputs, strict=True)}
 
     def call(self, name: str, op: str, inputs: Iterable[Value], **attrs: Attr) -> Node:
@@ -379,8 +385,9 @@ class Function:
 class Graph:
     """Nodes in a topological order, and the graph's outputs.
 
-    ``inputs`` names the input nodes, in the order of the arguments. ``functions`` are the stage functions that
-    call-level nodes name; ``library`` has the functions of TensorFlow's own (loop bodies, for instance), serialised.
+    ``inputs``: the names of the input nodes, in the order of the arguments. ``functions``: the stage functions that
+    nodes of the call level call. ``library``: TensorFlow's own functions that ops call, such as loop bodies: the name
+    and the serialised function of each.
     """
 
     name: str
@@ -422,12 +429,12 @@ class Graph:
             raise GraphError(f"graph {self.name!r} has no function {name!r}") from None
 
     def in_order(self, values: Iterable[Value]) -> list[Value]:
-        """Return ``values`` in the order in which the graph's nodes give them."""
+        """Return ``values`` sorted by the position of their nodes in the graph, then by the index of the output."""
         position = {node.name: i for i, node in enumerate(self.nodes)}
         return sorted(values, key=lambda value: (position[value.node], value.index))
 
     def consumers(self) -> dict[str, list[Node]]:
-        """Return, for the name of each node, the nodes that take one of its outputs, in order."""
+        """Return, for the name of each node, the nodes that use one of its outputs, in order."""
         users: dict[str, list[Node]] = {node.name: [] for node in self.nodes}
         for node in self.nodes:
             for source in dict.fromkeys(value.node for value in node.inputs):
@@ -447,7 +454,7 @@ class Graph:
 
 
 def topological(nodes: Iterable[Node]) -> tuple[Node, ...]:
-    """Return ``nodes`` in a topological order: a node that stands behind one that depends on it is moved before that.
+    """Return ``nodes`` in a topological order. A node is moved only if a node before it depends on it.
 
     Edges from nodes that are not in ``nodes`` are ignored. Raises GraphError for a cycle, whose nodes the message
     names, and for two nodes of the same name.
@@ -491,9 +498,9 @@ def ancestors(
     by_controls: bool = True,
     used: Mapping[str, Sequence[Value]] = MappingProxyType({}),
 ) -> set[str]:
-    """Return ``roots`` and all nodes that they depend on, without those in ``stop`` and what only these depend on.
+    """Return the names of ``roots`` and of all nodes that they depend on; do not search through the nodes ``stop``.
 
-    ``by_controls``: whether control edges count as dependences. ``used``: further values on which nodes depend, by the
+    ``by_controls``: whether control edges count as dependencies. ``used``: further values on which nodes depend, by the
     node's name. Raises GraphError for a name that is no node.
     """
     barred = set(stop)
@@ -512,7 +519,10 @@ def ancestors(
 
 
 def search_back(graph: Graph, values: Iterable[Value], ends: Callable[[Value], bool]) -> tuple[set[str], set[Value]]:
-    """Return the nodes that compute ``values``, up to the values at which the search ``ends``, and these values."""
+    """Search back from ``values`` along data edges; return the names of the nodes passed, and the values where it ends.
+
+    ``ends``: returns whether the search ends at a value, whose node then is not among the nodes.
+    """
     nodes, ended = set[str](), set[Value]()
     pending = list(values)
     while pending:

@@ -89,10 +89,10 @@ class AddInPlace(BuiltInPass):
                 nodes += [_clear(node)] if node.attr("first") else []
                 continue
             if node.name in outputs or not moved.keys().isdisjoint(node.inputs):
-                node = dataclasses.replace(node.taking(moved), outputs=outputs.get(node.name, node.outputs))
+                node = dataclasses.replace(node.replace_inputs(moved), outputs=outputs.get(node.name, node.outputs))
             if node.name in first:
                 node = node.after(first[node.name], "sum: it is cleared before")
-            nodes.append(node.waiting_for(call_of))
+            nodes.append(node.replace_controls(call_of))
         return graph.replace(
             nodes=tuple(nodes),
             outputs=tuple(moved.get(value, value) for value in graph.outputs),

@@ -107,13 +107,13 @@ def _cut(function: Function) -> _Cut | None:
         return None
 
     def port_or_partial(value: Value) -> tuple[Role, str] | None:
-        return ("once", str(value)) if value.node in marked else function.carrier_of(value)
+        return ("once", str(value)) if value.node in marked else function.input_key(value)
 
     results = results_of(graph, "once", (Value(node.name) for node in used))
     name = f"{function.name.rpartition('/')[0]}/{OpName.PARTIALS}"
     inputs = set(graph.inputs)
     return _Cut(
-        extract_function(name, graph, before - inputs, function.carrier_of, results),
+        extract_function(name, graph, before - inputs, function.input_key, results),
         extract_function(function.name, graph, rest - inputs, port_or_partial, function.results),
         used,
     )

@@ -104,7 +104,7 @@ def _extract(
     members = own | ancestors(graph, needed, stop=graph.by_name.keys() - repeated)
 
     def port_of(value: Value) -> tuple[Role, str] | None:
-        found = function.carrier_of(value)
+        found = function.input_key(value)
         return ("carry", str(value)) if found is None and value.node not in members else found
 
     carried = results_of(graph, "carry", given)

@@ -107,7 +107,7 @@ class _Call:
     def _find(self, value: Value, calls: Mapping[str, _Call]) -> Value:
         if value in self._given:
             return self._given[value]
-        port = self.function.carrier_of(value)
+        port = self.function.input_key(value)
         assert port is not None, "parts and joins give all that inputs do not"
         return _moved(self._by_port[port], calls)
 

@@ -192,7 +192,7 @@ def _add_recompute_gates(graph: Graph, runs: Sequence[Set[str]]) -> Graph:
             added += [gate, *passed]
             for name in run:
                 replaced[name] = {value: Value(node.name) for value, node in zip(entering, passed, strict=True)}
-    changed = (node.taking(replaced.get(node.name, {})) for node in graph.nodes)
+    changed = (node.replace_inputs(replaced.get(node.name, {})) for node in graph.nodes)
     return graph.replace(nodes=topological([*changed, *added]))
 
 

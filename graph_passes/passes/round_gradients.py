@@ -78,7 +78,7 @@ class RoundGradients(BuiltInPass):
                     chosen[value] = dtypes[source.integer("stage"), name]
         added, rounded = _round(graph, chosen)
         users = (OpName.REDUCED_GRADIENTS, OpName.TIED_SUM)
-        nodes = [node.taking(rounded) if node.op in users else node for node in graph.nodes]
+        nodes = [node.replace_inputs(rounded) if node.op in users else node for node in graph.nodes]
         return graph.replace(nodes=(*nodes, *added)).sorted()
 
 

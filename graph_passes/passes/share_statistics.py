@@ -92,7 +92,7 @@ def _cut_function(function: Function, name: str) -> _Cut | None:
 
 def _extract(function: Function, name: str, outputs: Iterable[int], roots: Iterable[str]) -> Function:
     members, results = ancestors(function.graph, roots), [function.results[i] for i in outputs]
-    return extract_function(name, function.graph, members, function.carrier_of, results)
+    return extract_function(name, function.graph, members, function.input_key, results)
 
 
 def _calls(node: Node, function: Function, cut: _Cut, shared: str) -> Iterator[Node]:
@@ -116,4 +116,4 @@ def _reconnect(node: Node, moved: dict[Value, Value], replaced: dict[str, list[N
     for control in node.controls:
         sources = [one.name for one in replaced[control.source]] if control.source in replaced else [control.source]
         controls += [dataclasses.replace(control, source=source) for source in sources]
-    return dataclasses.replace(node.taking(moved), controls=tuple(controls))
+    return dataclasses.replace(node.replace_inputs(moved), controls=tuple(controls))

@@ -311,7 +311,7 @@ def _remove_identity_n(graph: Graph) -> Graph:
     same: dict[Value, Value] = {}
     nodes = []
     for node in graph.nodes:
-        node = node.taking(same)
+        node = node.replace_inputs(same)
         if node.op == "IdentityN" and not node.controls:
             same.update(zip(node.values(), node.inputs, strict=True))
         else:

@@ -70,14 +70,14 @@ def split_function(function: Function, state: Set[str] = frozenset()) -> tuple[F
     boundary += results_of(graph, "carry", carried)
 
     def port_of(value: Value) -> tuple[Role, str] | None:
-        return ("carry", str(value)) if value in carried else function.carrier_of(value)
+        return ("carry", str(value)) if value in carried else function.input_key(value)
 
     def extract(op: OpName, members: set[str], find: PortOf, results: Sequence[tuple[Port, Value]]) -> Function:
         name = f"{function.name.removesuffix(f'/{OpName.BACKWARD}')}/{op}"
         return extract_function(name, graph, members, find, results)
 
     return (
-        extract(OpName.INPUTS, first, function.carrier_of, boundary),
+        extract(OpName.INPUTS, first, function.input_key, boundary),
         extract(OpName.WEIGHTS, second, port_of, weights),
     )
 

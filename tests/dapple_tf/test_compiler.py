@@ -89,7 +89,7 @@ def test_overlap_comes_between_the_sums_of_replicas_and_allreduce(loss: Any) -> 
 
 def test_stage_functions_are_rewritten_before_they_are_called_recomputation_first(loss: Any) -> None:
     recomputed = model_of(loss, recompute=range(20))
-    assert any(recomputed.for_passes.runs)
+    assert any(recomputed.pass_facts.runs)
     plan = plan_of(recomputed, recompute=True)
     assert names_of(recomputed, plan) == ["recompute", *CALLS, "apply", *CHECKS]
     both = plan_of(recomputed, recompute=True, schedule="zb-h1")

@@ -77,7 +77,7 @@ def keras_model(make_optimizer: Callable[[], Any]) -> Problem:
 )
 def test_an_embedding_with_repeated_ids_equals_plain_keras(optimizer: str, layout: str) -> None:
     comparison = compare(keras_model(OPTIMIZERS[optimizer]), batches(7, 7, 5), **LAYOUTS[layout])
-    assert [part.variable for part in comparison.model.for_passes.sparse] == ["embedding/embeddings"]
+    assert [part.variable for part in comparison.model.pass_facts.sparse] == ["embedding/embeddings"]
     assert "ResourceGather" in {node.op for node in comparison.step.graph.function("stage0/forward").graph.nodes}
     comparison.check(TOLERANCE["float64"])
 
@@ -179,7 +179,7 @@ def test_other_uses_of_rows_equal_plain_keras(name: str, layout: Mapping[str, An
     # That these look up samples one by one is not known.
     inexact = "allow" if name in ("unique rows", "a sparse tensor") else "error"
     comparison = compare(case, batches(7, 7, 6, arrays=arrays), inexact=inexact, **layout)
-    assert {part.variable for part in comparison.model.for_passes.sparse} >= {"table"}
+    assert {part.variable for part in comparison.model.pass_facts.sparse} >= {"table"}
     comparison.check(TOLERANCE["float64"])
 
 
@@ -196,7 +196,7 @@ def test_rows_of_positions_that_two_stages_read_equal_plain_keras() -> None:
 
     case = Problem(loss_fn, {"table": table, "position": position, "w": w}, lambda: optimizers.Adam(0.01))
     comparison = compare(case, batches(7, 7), stages=["again"], micro_batches=2, replicas=[2, 1])
-    assert [part.stage for part in comparison.model.for_passes.sparse if part.variable == "position"] == [0, 1]
+    assert [part.stage for part in comparison.model.pass_facts.sparse if part.variable == "position"] == [0, 1]
     comparison.check(TOLERANCE["float64"])
 
 
@@ -215,7 +215,7 @@ def test_rows_up_to_the_longest_sample_equal_plain_keras() -> None:
     case = Problem(loss_fn, {"table": table, "position": position, "w": w}, lambda: optimizers.Adam(0.01))
     made = [(ids, tf.constant([1, 1, 1, 1, 1, 1, 2]), y) for ids, y in batches(7, 7)]
     comparison = compare(case, made, stages=["dense_0"], micro_batches=3, replicas=[2, 1])
-    combine = {part.variable: part.combine for part in comparison.model.for_passes.sparse}
+    combine = {part.variable: part.combine for part in comparison.model.pass_facts.sparse}
     assert combine == {"table": "concat", "position": "sum"}
     comparison.check(TOLERANCE["float64"])
 
@@ -223,7 +223,7 @@ def test_rows_up_to_the_longest_sample_equal_plain_keras() -> None:
 def test_an_embedding_that_is_also_the_output_projection_is_dense_and_equals_plain_keras() -> None:
     case = problem(mean_of_rows, again=lambda h, table, ids: (h @ tf.transpose(table)) @ tf.identity(table))
     comparison = compare(case, batches(7, 7), stages=["dense_1"], micro_batches=2, replicas=[1, 2])
-    assert comparison.model.for_passes.sparse == ()
+    assert comparison.model.pass_facts.sparse == ()
     comparison.check(TOLERANCE["float64"])
 
 

@@ -74,12 +74,12 @@ def check_term(problem: Problem, replicas: Sequence[int]) -> Any:
 @pytest.mark.parametrize("replicas", LAYOUTS, ids=str)
 @pytest.mark.parametrize("name", ["l2 and norms", pytest.param("keras", marks=needs_keras_3_13)])
 def test_a_term_of_the_weights_equals_one_device(name: str, replicas: Sequence[int]) -> None:
-    assert check_term(PROBLEMS[name](), replicas).for_passes.shared
+    assert check_term(PROBLEMS[name](), replicas).pass_facts.shared
 
 
 @pytest.mark.parametrize("replicas", MORE_LAYOUTS, ids=str)
 def test_a_term_of_the_weights_equals_one_device_for_any_replicas(replicas: Sequence[int]) -> None:
-    assert check_term(of_chain(l2), replicas).for_passes.shared
+    assert check_term(of_chain(l2), replicas).pass_facts.shared
 
 
 OTHERS: dict[str, Term] = {
@@ -91,7 +91,7 @@ OTHERS: dict[str, Term] = {
 
 @pytest.mark.parametrize("name", OTHERS)
 def test_other_terms_equal_one_device(name: str) -> None:
-    assert check_term(of_chain(OTHERS[name]), (2, 1)).for_passes.shared
+    assert check_term(of_chain(OTHERS[name]), (2, 1)).pass_facts.shared
 
 
 def test_a_term_with_a_strength_that_is_a_variable_equals_one_device() -> None:
@@ -103,7 +103,7 @@ def test_a_term_with_a_strength_that_is_a_variable_equals_one_device() -> None:
         {"w0": matrices[0], "w1": matrices[1], "w2": matrices[2], "strength": strength},
         clipped,
     )
-    assert check_term(problem, (1, 1, 1)).for_passes.shared
+    assert check_term(problem, (1, 1, 1)).pass_facts.shared
 
 
 def test_a_mean_of_a_weight_that_scales_later_layers_equals_one_device() -> None:
@@ -117,7 +117,7 @@ def test_a_mean_of_a_weight_that_scales_later_layers_equals_one_device() -> None
         return tf.reduce_mean(tf.reduce_sum(tf.square(x - y), 1))
 
     problem = Problem(loss_fn, {f"w{i}": matrix for i, matrix in enumerate(matrices)}, clipped)
-    assert check_term(problem, (1, 2, 1)).for_passes.shared
+    assert check_term(problem, (1, 2, 1)).pass_facts.shared
 
 
 def test_the_term_of_a_tied_weight_equals_one_device() -> None:
@@ -126,7 +126,7 @@ def test_the_term_of_a_tied_weight_equals_one_device() -> None:
     problem = Problem(lambda x, y: loss(x, y) + 0.1 * tf.nn.l2_loss(first), {"w0": first, "w1": second}, clipped)
     comparison = compare(problem, [data(7), data(7, 2)], stages=STARTS[3], replicas=[1, 2, 1], micro_batches=2)
     comparison.check(TOLERANCE["float64"])
-    assert comparison.model.for_passes.shared
+    assert comparison.model.pass_facts.shared
 
 
 def test_weight_normalization_is_computed_on_the_weights_stage_and_equals_one_device() -> None:
@@ -139,7 +139,7 @@ def test_weight_normalization_is_computed_on_the_weights_stage_and_equals_one_de
         return tf.reduce_mean(tf.reduce_sum(tf.square(x - y), 1))
 
     problem = Problem(loss_fn, {f"w{i}": matrix for i, matrix in enumerate(matrices)}, clipped)
-    assert not check_term(problem, (2, 1)).for_passes.shared
+    assert not check_term(problem, (2, 1)).pass_facts.shared
 
 
 def test_terms_as_aux_outputs_equal_one_device() -> None:

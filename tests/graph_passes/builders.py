@@ -1,4 +1,4 @@
-"""One-line builders of the small graphs that the tests rewrite, and comparisons of graphs and errors."""
+"""Build the small graphs that tests of passes rewrite, from text in a short notation; compare graphs and errors."""
 
 from __future__ import annotations
 
@@ -23,14 +23,17 @@ _BOUND_FUNCTION = re.compile(
 
 
 def graph(text: str) -> Graph:
-    """The graph ``f`` of these lines; a line that begins with ``|`` continues the one before.
+    """Parse the graph called ``f`` whose nodes and functions these lines describe.
 
-    The ports of a function may name their node or value: ``takes arg float32[?] 'x' as %x`` stands for the port and the
-    input node, ``gives loss float32[] 'loss' from %l:0`` for the port and the output. Then the other nodes follow at
-    once, without the lines ``graph``, ``inputs`` and ``outputs``.
+    The lines are those of ``parse_graph``, with these abbreviations:
 
-    The first attribute ``place`` stands for those that the node's name says: stage, replica (0 where the name has none)
-    and micro-batch; ``call`` stands for these and for the stage's function of this op.
+    * A line that begins with ``|`` continues the line before it.
+    * In a function, ``takes arg float32[?] 'x' as %x`` declares an input port and its input node, and
+      ``gives loss float32[] 'loss' from %l:0`` declares an output port and the value that it gives. Such a function has
+      no lines ``graph``, ``inputs`` and ``outputs``: after its ports come the nodes in between.
+    * ``place`` as the first attribute of a node stands for the attributes stage, replica and micro_batch from its
+      name, such as ``%stage1/replica0/mb3/forward``. If the name has no replica, the attribute is 0.
+    * ``call`` as the first attribute stands for these and for ``function='stage1/forward'``: the stage, and the op.
     """
     whole = re.sub(r"\n *\| *", " ", text)
     whole = _PLACED.sub(_write_place, whole)
@@ -40,7 +43,7 @@ def graph(text: str) -> Graph:
 
 
 def _write_place(node: re.Match[str]) -> str:
-    """The begin of a node's line up to the attributes that its name says."""
+    """Return the begin of a node's line, with the attributes that ``place`` or ``call`` stands for."""
     begin, stage, replica, micro_batch, op, word = node.groups()
     function = f"function='stage{stage}/{op}', " if word == "call" else ""
     of_micro_batch = f"micro_batch={micro_batch}, " if micro_batch else ""
@@ -48,7 +51,7 @@ def _write_place(node: re.Match[str]) -> str:
 
 
 def _write_bound_ports(function: re.Match[str]) -> str:
-    """A function whose ports name nodes and values, as it is parsed."""
+    """Return a function with abbreviated ports in the notation of ``parse_graph``."""
     name, ports, body = function.groups()
     bound = _BOUND_PORT.findall(ports)
     takes = [(node, role, kind, port) for keyword, role, kind, port, node in bound if keyword == "takes"]
@@ -66,18 +69,21 @@ def _write_bound_ports(function: re.Match[str]) -> str:
     )
 
 
-def calls(text: str, *functions: Function) -> Graph:
-    """The graph ``f`` of these lines, which calls ``functions``."""
+def call_graph(text: str, *functions: Function) -> Graph:
+    """Return the call-level graph of these lines (see ``graph``), whose nodes call ``functions``."""
     return graph(text).replace(functions=functions)
 
 
 def functions_of(text: str) -> tuple[Function, ...]:
-    """The functions that ``text`` describes."""
+    """Return the functions that ``text`` describes (see ``graph``)."""
     return graph(text).functions
 
 
 def ports(text: str, *, gives: bool = False) -> tuple[Port, ...]:
-    """Ports such as ``arg x int32[?], boundary h``; activations are float32[?,4] unless given."""
+    """Return the ports of a text such as ``arg x int32[?], boundary h``: a role, a name and perhaps a type.
+
+    Without a type an activation is float32[?,4]. ``gives``: the ports are outputs.
+    """
     found = []
     for words in (entry.split(" ") for entry in text.split(", ") if entry):
         role, name, *kind = words
@@ -87,9 +93,9 @@ def ports(text: str, *, gives: bool = False) -> tuple[Port, ...]:
 
 
 def function(name: str, takes: str = "", gives: str = "", writes: Iterable[str] = (), adds: bool = False) -> Function:
-    """A stage function of which only the ports and the written variables matter: one op computes all outputs.
+    """Return a stage function for tests in which only its ports and the variables that it writes matter.
 
-    ``adds``: it only adds sums over samples to the variables that it writes.
+    A single op computes all outputs. ``adds``: what it writes are sums over samples, added to the variables.
     """
     inputs, outputs, written = ports(takes), ports(gives, gives=True), tuple(writes)
     nodes = [
@@ -103,21 +109,27 @@ def function(name: str, takes: str = "", gives: str = "", writes: Iterable[str] 
     return Function(name, Graph(name, body, tuple(node.name for node in nodes), compute.values()), inputs, outputs)
 
 
-def joining(whole: Function) -> Function:
-    """``whole``, where replicas join something inside of a forward, a backward or its part for gradients of inputs."""
-    if not whole.name.endswith(("/forward", "/backward", "/inputs")):
-        return whole
-    *others, compute = (node for node in whole.graph.nodes if node.op != "AssignVariableOp")
-    writes = [node for node in whole.graph.nodes if node.op == "AssignVariableOp"]
+def with_join(function: Function) -> Function:
+    """Return a forward, backward or inputs function with a join, where replicas combine statistics.
+
+    Return other functions unchanged.
+    """
+    if not function.name.endswith(("/forward", "/backward", "/inputs")):
+        return function
+    *others, compute = (node for node in function.graph.nodes if node.op != "AssignVariableOp")
+    writes = [node for node in function.graph.nodes if node.op == "AssignVariableOp"]
     sums = parse_type("float64[3,4]")
     own = Node("own", "Moments", compute.inputs, (sums,))
     joined = Node("joined", "Identity", (Value("own"),), (sums,), attributes({"join": "moments"}), effect=Effect.JOIN)
     compute = replace(compute, inputs=(*compute.inputs, Value("joined")))
-    return replace(whole, graph=whole.graph.replace(nodes=(*others, own, joined, compute, *writes)))
+    return replace(function, graph=function.graph.replace(nodes=(*others, own, joined, compute, *writes)))
 
 
 def two_stages() -> tuple[Function, ...]:
-    """``x -> [w] -> h -> [v] -> loss``: each backward takes a stash and gives its variable's gradient."""
+    """Return the functions of two stages: stage 0 computes h from x and w, stage 1 the loss from h and v.
+
+    Each backward takes its forward's stash and gives the gradient of its variable.
+    """
     return (
         function("stage0/forward", "arg x, variable w", "boundary h, stash a"),
         function("stage0/backward", "gradient h, stash a", "variable w"),
@@ -127,21 +139,21 @@ def two_stages() -> tuple[Function, ...]:
 
 
 def assert_graph(result: Graph, text: str) -> None:
-    """``result`` is the graph ``f`` of these lines (whatever its functions are)."""
+    """Check that ``result`` is the graph of these lines (see ``graph``); its functions are not compared."""
     expected, bare = graph(text), result.replace(functions=(), library=())
     assert print_graph(bare) == print_graph(expected)  # fails with a difference that can be read
     assert bare == expected
 
 
 def value(text: str) -> Value:
-    """``h:0``, or ``h`` for its first output."""
+    """Return the value of a text such as ``h:0``; ``h`` stands for the first output."""
     node, _, index = text.removeprefix("%").partition(":")
     return Value(node, int(index or 0))
 
 
 @contextmanager
 def refused(error: type[Exception], *parts: str) -> Iterator[None]:
-    """The block raises ``error``, and the message says all of ``parts``."""
+    """Check that the block raises ``error``, with a message that contains each of ``parts``."""
     with pytest.raises(error) as caught:
         yield
     for part in parts:

@@ -30,7 +30,7 @@ from dapple_tf.graph_passes.passes.write_statistics import WriteStatistics
 from dapple_tf.graph_passes.schedules.schedule import Action, Schedule, dependencies
 from dapple_tf.graph_passes.schedules.spec import ScheduleSpec, parse_schedule
 from dapple_tf.graph_passes.schedules.worker_map import WorkerMap
-from tests.graph_passes.builders import calls, function, joining
+from tests.graph_passes.builders import call_graph, function, with_join
 from tests.graph_passes.schedules.marked import marked
 from tests.graph_passes.schedules.mixed import mixed
 
@@ -163,7 +163,7 @@ def input_graph(kind: Kind) -> Graph:
     """The stage functions of such a pipeline, before they are called."""
     stages = len(kind.replicas)
     functions = (f for s in range(stages) for f in stage_functions(s, stages, kind))
-    return calls(X, *(joining(f) if kind.joins else f for f in functions))
+    return call_graph(X, *(with_join(f) if kind.joins else f for f in functions))
 
 
 def whole_graph(kind: Kind) -> Graph:

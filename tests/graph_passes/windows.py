@@ -30,7 +30,7 @@ from dapple_tf.graph_passes.passes.windows.use_versions import UseVersions
 from dapple_tf.graph_passes.passes.windows.verify_window import VerifyWindow
 from dapple_tf.graph_passes.schedules.weight_versions import Versions, WeightPolicy, weight_versions
 from dapple_tf.graph_passes.schedules.window import Window, depth_warm_up, round_robin_warm_up
-from tests.graph_passes.builders import calls, function
+from tests.graph_passes.builders import call_graph, function
 
 X = "inputs %x\n%x = input() -> (float32[?,4])\n"
 
@@ -152,7 +152,7 @@ class WindowKind:
 
     def input_graph(self) -> Graph:
         """The stage functions, before they are called."""
-        return calls(X, *(f for stage in range(len(self.replicas)) for f in self.functions(stage)))
+        return call_graph(X, *(f for stage in range(len(self.replicas)) for f in self.functions(stage)))
 
     def graph(self) -> Graph:
         """The graph of the window, which has passed ``VerifyWindow``."""

@@ -184,7 +184,7 @@ class _Runner:
         taken = {value: Value(f"leaf/{i}") for i, value in enumerate((*region.leaves, *region.once))}
         leaves = [Node(leaf.node, "arg", (), (graph.type_of(value),)) for value, leaf in taken.items()]
         resources = [Node(name, "capture", (), graph.node(name).outputs) for name in region.resources]
-        nodes = [dataclasses.replace(node.taking(taken), controls=()) for node in region.nodes]
+        nodes = [dataclasses.replace(node.replace_inputs(taken), controls=()) for node in region.nodes]
         result = Graph("region", (*leaves, *resources, *nodes), outputs=self.outputs)
         result = result.replace(library=needed_library(result, dict(graph.library)))
         return rename_functions(result, self.suffix)

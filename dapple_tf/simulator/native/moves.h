@@ -5,8 +5,10 @@
 
 namespace dapple {
 
+// Marsaglia's xorshift generator.
 struct Random {
   uint64_t state;
+  // Return a whole number from 0 to below - 1.
   int draw(int below) {
     state ^= state << 13, state ^= state >> 7, state ^= state << 17;
     return static_cast<int>((state >> 11) % static_cast<uint64_t>(below));
@@ -16,59 +18,63 @@ struct Random {
 
 class Moves {
  public:
-  Moves(const Problem& problem, const std::vector<double>& work, const double* speed)
-      : p_(problem), work_(work), speed_(speed) {}
+  Moves(const Problem& problem, const std::vector<double>& row_seconds, const double* speed)
+      : p_(problem), row_seconds_(row_seconds), speed_(speed) {}
   // Change the layout by one random move; return false if the result is not worth simulating.
-  bool at_random(Layout& l, Random& random) const;
-  void even_cuts(Layout& l, int first, int last) const;
+  bool apply_random(Layout& l, Random& random) const;
+  void balance_cuts(Layout& l, int first, int last) const;
+  // Return the number of devices of worker w, or of idle devices.
   static int count(const Layout& l, int w) { return static_cast<int>(std::count(l.owner.begin(), l.owner.end(), w)); }
-  bool assign(Layout& l, int first, int last, bool scatter) const;
+  bool reassign(Layout& l, int first, int last, bool interleave) const;
 
  private:
-  double work(const Layout& l, int s) const { return work_[l.starts[s + 1]] - work_[l.starts[s]]; }
+  // Return the seconds of a row on stage s.
+  double row_seconds(const Layout& l, int s) const { return row_seconds_[l.starts[s + 1]] - row_seconds_[l.starts[s]]; }
   static bool shift_cut(Layout& l, int boundary, int blocks);
   static int draw_shift(Random& random);
   int draw_devices(const Layout& l, int source, int target, Random& random) const;
   bool give(Layout& l, int source, int target, int wanted, Random& random) const;
-  bool spread(Layout& l, int source, int target, int wanted) const;
+  bool take_spread(Layout& l, int source, int target, int wanted) const;
   bool take_last(Layout& l, int source, int target, int wanted) const;
   bool split(Layout& l, int w, Random& random) const;
-  void merge(Layout& l, int w, bool drop) const;
-  bool relieve(Layout& l, Random& random) const;
+  void merge(Layout& l, int w, bool idle_next) const;
+  bool relieve_busiest(Layout& l, Random& random) const;
   bool slide(Layout& l, Random& random) const;
-  std::vector<double> busy_workers(const Layout& l) const;
+  std::vector<double> worker_seconds(const Layout& l) const;
   void rescale(Layout& l, int size, Random& random) const;
   bool swap_servers(Layout& l, Random& random) const;
   bool gather(Layout& l, int w, Random& random) const;
-  bool cut_again(Layout& l, Random& random) const;
+  bool balance_some_cuts(Layout& l, Random& random) const;
   bool change_chunks(Layout& l, Random& random) const;
   bool change_ahead(Layout& l, Random& random) const;
+  // Return one number for the server and the kind of a device; equal numbers mean that devices are interchangeable.
   int server_and_kind(int device) const { return p_.server[device] * p_.kinds + p_.kind[device]; }
-  // Speeds of devices, relative to those of the first kind.
+  // Return the speed of a device relative to the first kind.
   double speed(int device) const { return speed_[p_.kind[device]]; }
 
   const Problem& p_;
-  const std::vector<double>& work_;  // [blocks + 1] seconds of a row on a device of the first kind, sums
- public:
-  const double* speed_ = nullptr;  // [kinds]
+  const std::vector<double>& row_seconds_;  // [blocks + 1] prefix sums: seconds of a row on a device of the first kind
+  const double* speed_;                     // [kinds] relative to the first kind
 };
 
-// Move a cut by as many blocks as its neighbours leave room for; return whether it has moved.
+// Move a cut by `blocks`, or less far, so that each stage keeps a block. Return whether it has moved.
 inline bool Moves::shift_cut(Layout& l, int boundary, int blocks) {
   const int start = l.starts[boundary];
   l.starts[boundary] = std::min(std::max(start + blocks, l.starts[boundary - 1] + 1), l.starts[boundary + 1] - 1);
   return l.starts[boundary] != start;
 }
 
+// Return by how many blocks to move a cut: mostly by one or two, to either side.
 inline int Moves::draw_shift(Random& random) {
   int blocks = 1;
   while (blocks < 64 && random.draw(2)) ++blocks;
   return random.draw(2) ? blocks : -blocks;
 }
 
-// How many devices to move: one, any number, or just enough of them that the busiest device of the target computes
-// fewer rows, or as many as the source can lose at once. 32 rows take as long on 31 devices as on 16, so other numbers
-// often change nothing.
+// Return how many devices to move. This is one device, or up to half of all; or just enough that the busiest device of
+// the target computes fewer rows; or as many as the source can lose while its busiest device computes the same number
+// of rows or, where it can lose none, one row more. Other numbers often change nothing, because rows are whole: 32 rows
+// take as long on 31 devices as on 16.
 inline int Moves::draw_devices(const Layout& l, int source, int target, Random& random) const {
   const int kind = random.draw(4), w = kind < 2 || source == kIdleDevice ? target : source;
   const int have = w == kIdleDevice ? 0 : count(l, w);
@@ -83,26 +89,27 @@ inline int Moves::draw_devices(const Layout& l, int source, int target, Random& 
   return static_cast<int>(have - (enough < have ? enough : up(rows, busiest + 1)));
 }
 
-// Move devices from one worker to another: a random one of the source, and those that follow it in the device order,
-// beginning with devices of the same kind on its server. The source keeps at least one device.
+// Move `wanted` devices from worker `source` to worker `target`: a random device of the source, then those that follow
+// it in the device order, first those of the same kind on the same server. A worker keeps at least one device. Return
+// whether devices were moved.
 inline bool Moves::give(Layout& l, int source, int target, int wanted, Random& random) const {
   const int have = count(l, source), devices = static_cast<int>(l.owner.size());
   wanted = std::min(wanted, source == kIdleDevice ? have : have - 1);
   if (wanted < 1 || source == target) return false;
   int skip = random.draw(have), first = 0;
   while (l.owner[first] != source || skip-- > 0) ++first;
-  const int home = server_and_kind(l.device_at[first]);
+  const int group = server_and_kind(l.device_at[first]);
   for (const bool same : {true, false}) {
     for (int k = 0; k < devices && wanted; ++k) {
       const int i = (first + k) % devices;
-      if (l.owner[i] == source && (server_and_kind(l.device_at[i]) == home || !same)) l.owner[i] = target, --wanted;
+      if (l.owner[i] == source && (server_and_kind(l.device_at[i]) == group || !same)) l.owner[i] = target, --wanted;
     }
   }
   return true;
 }
 
-// Move devices that are evenly spaced among those of the source.
-inline bool Moves::spread(Layout& l, int source, int target, int wanted) const {
+// Move `wanted` devices of the source that are evenly spaced in the device order. Return whether they were moved.
+inline bool Moves::take_spread(Layout& l, int source, int target, int wanted) const {
   const int have = count(l, source);
   if (wanted <= 0 || wanted >= have) return false;
   int seen = 0, moved = 0;
@@ -114,7 +121,7 @@ inline bool Moves::spread(Layout& l, int source, int target, int wanted) const {
   return true;
 }
 
-// Move the last devices of the source.
+// Move the last `wanted` devices of the source in the device order. Return whether they were moved.
 inline bool Moves::take_last(Layout& l, int source, int target, int wanted) const {
   if (wanted <= 0 || wanted >= count(l, source)) return false;
   for (int i = static_cast<int>(l.owner.size()) - 1; i >= 0 && wanted; --i)
@@ -122,9 +129,10 @@ inline bool Moves::take_last(Layout& l, int source, int target, int wanted) cons
   return true;
 }
 
-// Assign the devices of the workers `first` to `last` again, as many to each as before: one worker after the other, or
-// with `scatter` evenly mixed. Worker W stands for the idle devices.
-inline bool Moves::assign(Layout& l, int first, int last, bool scatter) const {
+// Deal out the devices of the workers `first` to `last` again; each worker gets as many as it had. A worker gets
+// consecutive devices in the device order or, with `interleave`, the devices of the workers alternate. Worker number
+// l.workers stands for the idle devices. Return whether an owner has changed.
+inline bool Moves::reassign(Layout& l, int first, int last, bool interleave) const {
   std::vector<int> wanted(last + 1 - first, 0), given(last + 1 - first, 0);
   const auto index = [&](int owner) { return owner == kIdleDevice ? l.workers : owner; };
   int total = 0, seen = 0, chosen = 0;
@@ -134,7 +142,7 @@ inline bool Moves::assign(Layout& l, int first, int last, bool scatter) const {
   for (int& owner : l.owner) {
     if (index(owner) < first || index(owner) > last) continue;
     ++seen;
-    if (scatter) {
+    if (interleave) {
       chosen = -1;
       int most = 0;
       for (int k = 0; k < static_cast<int>(wanted.size()); ++k) {
@@ -151,29 +159,30 @@ inline bool Moves::assign(Layout& l, int first, int last, bool scatter) const {
   return changed;
 }
 
-// Cut the stages `first` to `last` again, each with work in proportion to the speed of its worker's devices.
-inline void Moves::even_cuts(Layout& l, int first, int last) const {
+// Move the cuts between the stages `first` and `last`, so that the seconds of a row of each stage are in proportion to
+// the total speed of its worker's devices.
+inline void Moves::balance_cuts(Layout& l, int first, int last) const {
   std::vector<double> speeds(l.workers, 0);
   for (size_t i = 0; i < l.owner.size(); ++i)
     if (l.owner[i] >= 0) speeds[l.owner[i]] += speed(l.device_at[i]);
   double total = 0, before = 0;
   for (int s = first; s <= last; ++s) total += speeds[s % l.workers];
   const int begin = l.starts[first], end = l.starts[last + 1];
-  const double whole = work_[end] - work_[begin];
+  const double whole = row_seconds_[end] - row_seconds_[begin];
   int block = begin;
   for (int s = first; s < last; ++s) {
     before += speeds[s % l.workers];
-    const double wanted = work_[begin] + whole * before / std::max(total, 1e-300);
+    const double wanted = row_seconds_[begin] + whole * before / std::max(total, 1e-300);
     const int most = end - (last - s);
     block = std::max(block, l.starts[s] + 1);
-    while (block < most && work_[block] < wanted) ++block;
-    if (block - 1 > l.starts[s] && wanted - work_[block - 1] < work_[block] - wanted) --block;
+    while (block < most && row_seconds_[block] < wanted) ++block;
+    if (block - 1 > l.starts[s] && wanted - row_seconds_[block - 1] < row_seconds_[block] - wanted) --block;
     l.starts[s + 1] = std::min(block, most);
   }
 }
 
-// Split a worker in two: its stage is cut in two, or there are more stages under several stages per worker. The new
-// worker gets idle devices or some of the old one.
+// Split a worker in two. With one stage per worker its stage is cut at a random block; with several, all stages are cut
+// anew for one more worker. The new worker gets idle devices or some of the old worker. Return whether it got any.
 inline bool Moves::split(Layout& l, int w, Random& random) const {
   const int have = count(l, w), idle = count(l, kIdleDevice), stages = l.stages();
   if (have < 2 && idle < 1) return false;
@@ -197,22 +206,22 @@ inline bool Moves::split(Layout& l, int w, Random& random) const {
   } else {
     int wanted = have / 2;
     if (l.chunks == 1) {
-      const double own = work(l, w), whole = own + work(l, w + 1);
+      const double own = row_seconds(l, w), whole = own + row_seconds(l, w + 1);
       wanted = have - static_cast<int>(whole > 0 ? have * own / whole + random.uniform() : have / 2);
     }
     if (random.draw(4) == 0) wanted = 1 + random.draw(have - 1);
     wanted = std::min(std::max(wanted, 1), have - 1);
-    done = random.draw(2) ? spread(l, w, w + 1, wanted) : take_last(l, w, w + 1, wanted);
+    done = random.draw(2) ? take_spread(l, w, w + 1, wanted) : take_last(l, w, w + 1, wanted);
   }
-  if (l.chunks > 1) even_cuts(l, 0, l.stages() - 1);
+  if (l.chunks > 1) balance_cuts(l, 0, l.stages() - 1);
   return done;
 }
 
-// Merge worker w and the next one. `drop`: the devices of the next one become idle.
-inline void Moves::merge(Layout& l, int w, bool drop) const {
+// Merge worker w and the next one, and their stages. `idle_next`: the devices of the next one become idle.
+inline void Moves::merge(Layout& l, int w, bool idle_next) const {
   const int stages = l.stages();
   for (int& owner : l.owner) {
-    if (owner == w + 1 && drop) {
+    if (owner == w + 1 && idle_next) {
       owner = kIdleDevice;
     } else if (owner > w) {
       --owner;
@@ -221,9 +230,9 @@ inline void Moves::merge(Layout& l, int w, bool drop) const {
   if (l.chunks > 1) {
     if (--l.workers == 1) l.chunks = 1;  // stages that follow one another on the same devices are one stage
     l.starts[l.stages()] = l.starts[stages];
-    // Cuts that were beyond the last stage's begin are set again.
+    // Move cuts that are now too near to the end of the model, so that each stage has a block.
     for (int s = 0; s < l.stages(); ++s) l.starts[s] = std::min(l.starts[s], l.starts[l.stages()] - (l.stages() - s));
-    even_cuts(l, 0, l.stages() - 1);
+    balance_cuts(l, 0, l.stages() - 1);
     return;
   }
   for (int s = w + 1; s < stages; ++s) {
@@ -233,22 +242,23 @@ inline void Moves::merge(Layout& l, int w, bool drop) const {
   --l.workers;
 }
 
-// The work of each worker over the speed of its devices.
-inline std::vector<double> Moves::busy_workers(const Layout& l) const {
+// Return the seconds that each worker needs for a row of its stages, if its devices share the row.
+inline std::vector<double> Moves::worker_seconds(const Layout& l) const {
   std::vector<double> busy(l.workers, 0), speeds(l.workers, 0);
   for (size_t i = 0; i < l.owner.size(); ++i)
     if (l.owner[i] >= 0) speeds[l.owner[i]] += speed(l.device_at[i]);
-  for (int s = 0; s < l.stages(); ++s) busy[s % l.workers] += work(l, s) / std::max(speeds[s % l.workers], 1e-300);
+  for (int s = 0; s < l.stages(); ++s)
+    busy[s % l.workers] += row_seconds(l, s) / std::max(speeds[s % l.workers], 1e-300);
   return busy;
 }
 
-// Take blocks from one stage, mostly of the busiest worker, and give as many to another one. The stages between them
-// keep their number of blocks.
+// Make a stage shorter by some blocks and another one longer by as many. Usually the shorter one is a stage of the
+// busiest worker. The stages between the two keep their number of blocks. Return whether the layout has changed.
 inline bool Moves::slide(Layout& l, Random& random) const {
   const int stages = l.stages();
   int from = random.draw(stages), to = random.draw(stages);
   if (random.draw(4)) {
-    const std::vector<double> busy = busy_workers(l);
+    const std::vector<double> busy = worker_seconds(l);
     const int busiest = static_cast<int>(std::max_element(busy.begin(), busy.end()) - busy.begin());
     from = busiest + l.workers * random.draw(l.chunks);
   }
@@ -261,10 +271,11 @@ inline bool Moves::slide(Layout& l, Random& random) const {
   return true;
 }
 
-// Give the busiest worker devices: of another worker, idle ones, or those that merging two other workers sets free.
-inline bool Moves::relieve(Layout& l, Random& random) const {
+// Give the busiest worker more devices: devices of another worker, idle devices, or some of the devices of two other
+// workers that are merged. Return whether it got any.
+inline bool Moves::relieve_busiest(Layout& l, Random& random) const {
   if (l.workers < 2) return false;
-  const std::vector<double> busy = busy_workers(l);
+  const std::vector<double> busy = worker_seconds(l);
   int busiest = static_cast<int>(std::max_element(busy.begin(), busy.end()) - busy.begin());
   if (random.draw(2)) {
     const int a = random.draw(l.workers - 1);
@@ -279,16 +290,16 @@ inline bool Moves::relieve(Layout& l, Random& random) const {
   if (!give(l, source, busiest, draw_devices(l, source, busiest, random), random)) return false;
   if (source != kIdleDevice && random.draw(3) == 0) {
     if (l.chunks > 1) {
-      even_cuts(l, 0, l.stages() - 1);
+      balance_cuts(l, 0, l.stages() - 1);
     } else {
-      even_cuts(l, std::min(source, busiest), std::max(source, busiest));
+      balance_cuts(l, std::min(source, busiest), std::max(source, busiest));
     }
   }
   return true;
 }
 
-// Take another micro-batch size. Merge workers at random if it is larger; if it is smaller, split workers that have too
-// many devices for it.
+// Change the micro-batch size to that with index `size`, and adapt the workers. If micro-batches get larger, merge some
+// workers at random. If they get smaller, split workers that have more devices than a micro-batch has rows for.
 inline void Moves::rescale(Layout& l, int size, Random& random) const {
   const bool grows = size > l.size;
   l.size = size;
@@ -302,11 +313,11 @@ inline void Moves::rescale(Layout& l, int size, Random& random) const {
       }
     for (int w = 0; w < l.workers; ++w) give(l, w, kIdleDevice, count(l, w) - most, random);
   }
-  if (random.draw(2)) even_cuts(l, 0, l.stages() - 1);
+  if (random.draw(2)) balance_cuts(l, 0, l.stages() - 1);
 }
 
-// Swap the owners of the devices of two servers, one device after the other (devices of one kind, if there are
-// several).
+// Swap the owners of devices in pairs: each device of a random server with one of another random server. With several
+// kinds, only devices of one kind of each server. Return whether an owner has changed.
 inline bool Moves::swap_servers(Layout& l, Random& random) const {
   const int devices = static_cast<int>(l.owner.size());
   const int a = server_and_kind(l.device_at[random.draw(devices)]);
@@ -324,17 +335,17 @@ inline bool Moves::swap_servers(Layout& l, Random& random) const {
   return changed;
 }
 
-// Swap devices so that a worker has more of them on one of its servers.
+// Swap owners so that more devices of a worker are of one kind and on one server. Return whether an owner has changed.
 inline bool Moves::gather(Layout& l, int w, Random& random) const {
   const int devices = static_cast<int>(l.owner.size()), have = count(l, w);
   if (!have) return false;
   int skip = random.draw(have), i = 0, j = 0;
   while (l.owner[i] != w || skip-- > 0) ++i;
-  const int home = server_and_kind(l.device_at[i]);
+  const int group = server_and_kind(l.device_at[i]);
   bool changed = false;
   for (i = 0; i < devices; ++i) {
-    if (l.owner[i] != w || server_and_kind(l.device_at[i]) == home) continue;
-    while (j < devices && (server_and_kind(l.device_at[j]) != home || l.owner[j] == w)) ++j;
+    if (l.owner[i] != w || server_and_kind(l.device_at[i]) == group) continue;
+    while (j < devices && (server_and_kind(l.device_at[j]) != group || l.owner[j] == w)) ++j;
     if (j == devices) break;
     std::swap(l.owner[i], l.owner[j]);
     changed = true;
@@ -342,15 +353,15 @@ inline bool Moves::gather(Layout& l, int w, Random& random) const {
   return changed;
 }
 
-// Cut all stages evenly, or those between two random ones.
-inline bool Moves::cut_again(Layout& l, Random& random) const {
+// Balance all cuts, or those between two random stages.
+inline bool Moves::balance_some_cuts(Layout& l, Random& random) const {
   int a = random.draw(l.stages()), b = random.draw(l.stages());
   if (random.draw(2)) a = 0, b = l.stages() - 1;
-  even_cuts(l, std::min(a, b), std::max(a, b));
+  balance_cuts(l, std::min(a, b), std::max(a, b));
   return true;
 }
 
-// Take another number of stages per worker, and cut evenly.
+// Change the number of stages per worker, and balance the cuts. Return whether it has changed.
 inline bool Moves::change_chunks(Layout& l, Random& random) const {
   if (p_.most_chunks < 2) return false;
   const int chunks = 1 + random.draw(p_.most_chunks), blocks = l.starts[l.stages()];
@@ -361,11 +372,11 @@ inline bool Moves::change_chunks(Layout& l, Random& random) const {
   l.chunks = chunks;
   for (int s = 0; s < stages; ++s) l.starts[s] = s, l.recompute[s] = 0;
   l.starts[stages] = blocks;
-  even_cuts(l, 0, stages - 1);
+  balance_cuts(l, 0, stages - 1);
   return true;
 }
 
-// Change `Layout::ahead` of one stage or of all.
+// Change `Layout::ahead` of one stage or of all. Return false if the problem or the layout leaves no choice of K_i.
 inline bool Moves::change_ahead(Layout& l, Random& random) const {
   const int stages = l.stages(), ahead = random.draw(kMostSlope + 1), needed = -1 - random.draw(4);
   if (p_.slope != kAnySlope || l.chunks > 1 || stages < 2) return false;
@@ -377,7 +388,7 @@ inline bool Moves::change_ahead(Layout& l, Random& random) const {
   return true;
 }
 
-inline bool Moves::at_random(Layout& l, Random& random) const {
+inline bool Moves::apply_random(Layout& l, Random& random) const {
   const int stages = l.stages(), workers = l.workers, devices = static_cast<int>(l.owner.size());
   const int kind = random.draw(100), w = random.draw(workers), s = random.draw(stages);
   const auto any_cut = [&] { return stages > 1 && shift_cut(l, 1 + random.draw(stages - 1), draw_shift(random)); };
@@ -392,16 +403,16 @@ inline bool Moves::at_random(Layout& l, Random& random) const {
     if (source == kIdleDevice || follow == 0) {
       if (random.draw(2)) any_cut();
     } else if (l.chunks > 1) {
-      even_cuts(l, 0, stages - 1);
+      balance_cuts(l, 0, stages - 1);
     } else if (follow == 1) {
-      even_cuts(l, std::min(source, target), std::max(source, target));
-    } else {  // the target gets a block more: every cut between the two workers moves by a block
+      balance_cuts(l, std::min(source, target), std::max(source, target));
+    } else {  // move each cut between the two workers by a block: the target gets a block, and the source loses one
       for (int boundary = std::min(source, target) + 1; boundary <= std::max(source, target); ++boundary)
         shift_cut(l, boundary, source < target ? -1 : 1);
     }
     return true;
   }
-  if (kind < 46) return relieve(l, random);
+  if (kind < 46) return relieve_busiest(l, random);
   if (kind < 51) {
     if (random.draw(4) == 0) return swap_servers(l, random);
     if (random.draw(3) == 0) return gather(l, w, random);
@@ -421,18 +432,18 @@ inline bool Moves::at_random(Layout& l, Random& random) const {
     if (random.draw(2)) a = 0, b = workers - 1;
     if (random.draw(4) == 0) {
       if (l.chunks > 1) {
-        even_cuts(l, 0, stages - 1);
+        balance_cuts(l, 0, stages - 1);
       } else {
-        even_cuts(l, std::min(a, b), std::max(a, b));
+        balance_cuts(l, std::min(a, b), std::max(a, b));
       }
     }
-    return assign(l, std::min(a, b), std::max(a, b), random.draw(2) == 0);
+    return reassign(l, std::min(a, b), std::max(a, b), random.draw(2) == 0);
   }
-  if (kind < 62) return split(l, w, random) && (random.draw(3) > 0 || cut_again(l, random));
+  if (kind < 62) return split(l, w, random) && (random.draw(3) > 0 || balance_some_cuts(l, random));
   if (kind < 70) {
     if (workers < 2) return false;
     merge(l, random.draw(workers - 1), random.draw(8) == 0);
-    return random.draw(3) > 0 || cut_again(l, random);
+    return random.draw(3) > 0 || balance_some_cuts(l, random);
   }
   if (kind < 72) return change_chunks(l, random);
   if (kind < 76) return change_ahead(l, random);
@@ -442,7 +453,7 @@ inline bool Moves::at_random(Layout& l, Random& random) const {
     if (z < 0 || z >= p_.sizes || z == l.size) return false;
     if (random.draw(2)) rescale(l, z, random);
     l.size = z;
-    if (random.draw(3) == 0) even_cuts(l, 0, l.stages() - 1);
+    if (random.draw(3) == 0) balance_cuts(l, 0, l.stages() - 1);
     return true;
   }
   if (kind < 84) {
@@ -450,9 +461,9 @@ inline bool Moves::at_random(Layout& l, Random& random) const {
     for (int& owner : l.owner) owner = owner == w ? other : owner == other ? w : owner;
     if (random.draw(2)) {
       if (l.chunks > 1) {
-        even_cuts(l, 0, stages - 1);
+        balance_cuts(l, 0, stages - 1);
       } else {
-        even_cuts(l, std::min(w, other), std::max(w, other));
+        balance_cuts(l, std::min(w, other), std::max(w, other));
       }
     }
     return w != other;
@@ -460,7 +471,7 @@ inline bool Moves::at_random(Layout& l, Random& random) const {
   if (kind < 88) return give(l, w, kIdleDevice, 1 + (random.draw(4) == 0 ? random.draw(devices) : 0), random);
   if (kind < 92) {
     const int other = random.draw(stages);
-    even_cuts(l, std::min(s, other), std::max(s, other));
+    balance_cuts(l, std::min(s, other), std::max(s, other));
     return s != other;
   }
   if (!p_.may_recompute) return change_ahead(l, random) || any_cut();

@@ -90,7 +90,7 @@ std::vector<Run> anneal_starts(const Search& search, const Problem& p, const std
   std::vector<Run> begin, second;
   for (const auto& set : starts) {
     const uint64_t number = seed * 100 + begin.size();
-    const auto in_order = [&](Search::Rule rule, uint64_t own_seed, size_t most) {
+    const auto in_order = [&](Search::DeviceRule rule, uint64_t own_seed, size_t most) {
       auto runs = search.anneal(set, amount / 36, 0.2, 0.0005, Search::kEstimate, rule, own_seed);
       search.rank(runs, contention);
       add(second, distinct(runs, most, 1));
@@ -168,17 +168,18 @@ const char* dapple_source_digest() { return DAPPLE_SOURCE_DIGEST; }
 // there are; -1 where memory is lacking. `amount`: the work of each of the `searches`. They have different random
 // numbers. All begin with the same layouts, and each also with those that the searches before it have found. As long as
 // the last search has found a faster layout, a longer one follows. `width`: the most stages + 1.
-int dapple_search(const Problem* problem, const double* work, const double* speed, int threads,
+// `row_seconds`, `speed`: see StagePlanner.
+int dapple_search(const Problem* problem, const double* row_seconds, const double* speed, int threads,
                   int64_t amount, uint64_t seed, int searches, int results, int width, int32_t* shape,
                   int32_t* starts, int32_t* owner, int32_t* device_at, uint8_t* recompute, int32_t* in_flight,
                   int64_t* rows, double* seconds, const volatile uint8_t* stop) try {
   const Problem& p = *problem;
-  const std::vector<double> sums(work, work + p.blocks + 1);
+  const std::vector<double> sums(row_seconds, row_seconds + p.blocks + 1);
   const Search search(p, sums, speed, threads, stop);
   const bool contention = p.contention;
   std::vector<std::vector<Run>> start_sets;
   for (const bool planned : {false, true}) {
-    std::vector<Run> runs = planned ? search.planned_starts() : search.starts();
+    std::vector<Run> runs = planned ? search.planned_starts() : search.even_starts();
     search.rank(runs, false);
     if (contention) {
       runs = distinct(runs, 48, 2);

@@ -1,4 +1,4 @@
-// Simulated annealing over layouts by random moves, within a given amount of work.
+// Simulated annealing over layouts by random moves. Its length is an amount of work: roughly, of simulated actions.
 #pragma once
 
 #include <atomic>
@@ -14,49 +14,56 @@
 
 namespace dapple {
 
-// A layout that the search improves, and its step.
+// A layout that the search improves, and the seconds of its step.
 struct Run {
   Layout layout;
   double seconds = kInfinity;
 };
 
-// Makes starting layouts and improves layouts. The result does not depend on the number of threads, since each run has
-// its own seed.
+// Makes starting layouts and improves layouts. The result does not depend on the number of threads, since each layout
+// is improved with random numbers of its own.
 class Search {
  public:
-  Search(const Problem& problem, const std::vector<double>& work, const double* speed, int threads,
+  // `row_seconds`, `speed`: as for StagePlanner. `stop`: the search ends soon after another thread sets it.
+  Search(const Problem& problem, const std::vector<double>& row_seconds, const double* speed, int threads,
          const volatile uint8_t* stop)
-      : p_(problem), work_(work), speed_(speed), moves_(problem, work, speed), threads_(threads), stop_(stop) {}
-  // Which devices workers have: any; those that follow each other in the device order; or evenly mixed ones.
-  enum Rule { kFree = 0, kInOrder = 1, kScattered = 2 };
-  // How a layout is measured: by an estimate, or simulated without or with contention.
+      : p_(problem),
+        row_seconds_(row_seconds),
+        speed_(speed),
+        moves_(problem, row_seconds, speed),
+        threads_(threads),
+        stop_(stop) {}
+  // Which devices a worker may have: any; consecutive ones in the device order; or ones that alternate with those of
+  // other workers.
+  enum DeviceRule { kFree = 0, kInOrder = 1, kScattered = 2 };
+  // How the step of a layout is found: by an estimate, or by simulation without contention or with it.
   enum Model { kEstimate, kAlone, kShared };
-  // Improve layouts, each with an equal part of the work; return them, the fastest first. `first`, `last`:
-  // temperatures.
-  std::vector<Run> anneal(std::vector<Run> runs, int64_t work, double first, double last, Model model, Rule rule,
+  // Improve each layout with an equal part of the work; return them, the fastest first. The temperature falls from
+  // `first` to `last`: a move that makes the step longer is accepted if it does so by less than a random fraction,
+  // whose mean is the temperature.
+  std::vector<Run> anneal(std::vector<Run> runs, int64_t work, double first, double last, Model model, DeviceRule rule,
                           uint64_t seed) const;
-  std::vector<Run> starts() const;
+  std::vector<Run> even_starts() const;
   std::vector<Run> planned_starts() const;
   void descend(std::vector<Run>& runs, int64_t work, bool contention) const;
   void rank(std::vector<Run>& runs, bool contention) const;
   const Moves& moves() const { return moves_; }
-  // Call the function with each number below `count`; none is called once `stop` is set.
+  // Call the function with each number below `count`, in several threads. Make no more calls once `stop` is set.
   void each(size_t count, const std::function<void(size_t, Evaluator&)>& function) const;
 
  private:
   int server_and_kind(int device) const { return p_.server[device] * p_.kinds + p_.kind[device]; }
   std::vector<Pools> pools() const;
-  void anneal_one(Run& run, Evaluator& evaluator, int64_t work, double first, double last, Model model, Rule rule,
+  void anneal_one(Run& run, Evaluator& evaluator, int64_t work, double first, double last, Model model, DeviceRule rule,
                   uint64_t seed) const;
   const Problem& p_;
-  const std::vector<double>& work_;  // [blocks + 1] seconds of a row on a device of the first kind, sums
-  const double* speed_;              // [kinds] relative to the first kind
+  const std::vector<double>& row_seconds_;  // [blocks + 1] prefix sums: seconds of a row on a device of the first kind
+  const double* speed_;                     // [kinds] relative to the first kind
   Moves moves_;
   int threads_;
   const volatile uint8_t* stop_;
 };
 
-// Call the function for 0, 1 ... count - 1, in several threads.
 inline void Search::each(size_t count, const std::function<void(size_t, Evaluator&)>& function) const {
   std::atomic<size_t> next{0};
   std::exception_ptr failure;
@@ -65,7 +72,7 @@ inline void Search::each(size_t count, const std::function<void(size_t, Evaluato
     try {
       Evaluator evaluator(p_);
       for (size_t i = next++; i < count && !*stop_; i = next++) function(i, evaluator);
-    } catch (...) {  // such as a lack of memory; it would end the process if it left a thread
+    } catch (...) {  // such as a lack of memory: an exception that leaves a thread ends the process
       const std::lock_guard<std::mutex> lock(failing);
       failure = std::current_exception();
       next = count;
@@ -74,24 +81,27 @@ inline void Search::each(size_t count, const std::function<void(size_t, Evaluato
   std::vector<std::thread> others;
   try {
     for (int t = 1; t < threads_ && t < static_cast<int>(count); ++t) others.emplace_back(take);
-  } catch (const std::system_error&) {  // the system allows no more threads: these do the work
+  } catch (const std::system_error&) {  // the system allows no more threads: go on with those that have started
   }
   take();
   for (auto& other : others) other.join();
   if (failure) std::rethrow_exception(failure);
 }
 
+// Improve one layout: replace it by the fastest one that is found.
 inline void Search::anneal_one(Run& run, Evaluator& evaluator, int64_t work, double first, double last, Model model,
-                               Rule rule, uint64_t seed) const {
+                               DeviceRule rule, uint64_t seed) const {
   const bool contention = model == kShared;
   const auto measure = [&](const Layout& l, double ceiling) {
     return model == kEstimate ? evaluator.estimate(l, ceiling) : evaluator.alone(l, ceiling, false);
   };
-  // With contention a step is estimated as the step without it, times the factor of the layout that was simulated last.
-  constexpr int kMostEstimates = 3;  // moves in a row that are accepted by this estimate
+  // To save time, a step with contention is often only estimated: the step without contention, times the ratio of the
+  // two for the layout that was last simulated with contention. At most so many moves in a row are accepted by this
+  // estimate.
+  constexpr int kMostEstimates = 3;
   Random random{seed * 2654435761u + 88172645463325252u};
   const auto apply_rule = [&](Layout& l) {
-    if (rule != kFree) moves_.assign(l, 0, l.workers, rule == kScattered);
+    if (rule != kFree) moves_.reassign(l, 0, l.workers, rule == kScattered);
   };
   apply_rule(run.layout);
   Layout now = run.layout, trial = now;
@@ -104,7 +114,7 @@ inline void Search::anneal_one(Run& run, Evaluator& evaluator, int64_t work, dou
   for (int64_t left = work; left > 0 && !*stop_;) {
     trial = now;
     left -= each_move + 12 * now.stages();
-    if (!moves_.at_random(trial, random) || (p_.workers && trial.workers != p_.workers)) continue;
+    if (!moves_.apply_random(trial, random) || (p_.workers && trial.workers != p_.workers)) continue;
     apply_rule(trial);
     const double temperature = first * std::pow(last / first, 1 - static_cast<double>(left) / work);
     const double ceiling = seconds * (1 - temperature * std::log(random.uniform() + 1e-12));
@@ -132,7 +142,7 @@ inline void Search::anneal_one(Run& run, Evaluator& evaluator, int64_t work, dou
 }
 
 inline std::vector<Run> Search::anneal(std::vector<Run> runs, int64_t work, double first, double last, Model model,
-                                       Rule rule, uint64_t seed) const {
+                                       DeviceRule rule, uint64_t seed) const {
   const int64_t each_work = runs.empty() ? 0 : work / static_cast<int64_t>(runs.size());
   each(runs.size(), [&](size_t i, Evaluator& evaluator) {
     anneal_one(runs[i], evaluator, each_work, first, last, model, rule, seed * 1000 + i + 1);
@@ -141,9 +151,9 @@ inline std::vector<Run> Search::anneal(std::vector<Run> runs, int64_t work, doub
   return runs;
 }
 
-// Give each layout the warm-up with which its step is shortest, and sort them. To save time, other warm-ups are tried
-// only of layouts that are not far slower than the fastest one, and far slower layouts with several stages per worker
-// are left out.
+// Compute the step of each layout, choose its K_i, and sort the layouts, the fastest first. To save time, other K_i are
+// tried only for layouts that are not far slower than the fastest one, and layouts with several stages per worker are
+// left out if they are far slower.
 inline void Search::rank(std::vector<Run>& runs, bool contention) const {
   constexpr double kFar = 1.5;
   const auto measure = [&](Evaluator& evaluator, const Layout& l, double ceiling) {
@@ -171,8 +181,9 @@ inline void Search::rank(std::vector<Run>& runs, bool contention) const {
   std::stable_sort(runs.begin(), runs.end(), [](const Run& a, const Run& b) { return a.seconds < b.seconds; });
 }
 
-// Improve layouts until none of these changes helps: moving a cut, alone or together with the cuts after it, by one
-// block or two; giving one device to another worker; and taking the K_i of one slope for all stages.
+// Improve layouts by descent, until none of these changes makes the step shorter: moving a cut, alone or together with
+// some of the cuts after it, by one block or two; giving one device to another worker or making it idle; and setting
+// Layout::ahead of all stages to the same number.
 inline void Search::descend(std::vector<Run>& runs, int64_t work, bool contention) const {
   const int64_t each_work = runs.empty() ? 0 : work / static_cast<int64_t>(runs.size());
   each(runs.size(), [&](size_t i, Evaluator& evaluator) {
@@ -210,7 +221,7 @@ inline void Search::descend(std::vector<Run>& runs, int64_t work, bool contentio
         }
       }
       for (int d = 0; d < p_.devices && left > 0; ++d) {
-        // Of neighbours in the device order that are alike only the first one is moved.
+        // Of devices that are alike and follow each other in the device order, try only the first one.
         const auto alike = [&](int a, int b) {
           return server_and_kind(best.device_at[a]) == server_and_kind(best.device_at[b]);
         };
@@ -233,15 +244,16 @@ inline void Search::descend(std::vector<Run>& runs, int64_t work, bool contentio
   std::stable_sort(runs.begin(), runs.end(), [](const Run& a, const Run& b) { return a.seconds < b.seconds; });
 }
 
-// Return the pools to plan stages with. Most of them are a single list of all devices: as given; one device of each of
-// several servers in turn; the last server first; by falling and by rising speed, where equally fast devices are as
-// given or one of each server in turn. The last ones are a list for each kind of devices.
+// Return the pools with which StagePlanner plans. Most consist of one list of all devices, in one of these orders: as
+// given; one device of each of several servers in turn; the last server first; by falling or by rising speed, with
+// equally fast devices as given, or one of each server in turn. With several kinds of devices, the last pools have a
+// list for each kind.
 inline std::vector<Pools> Search::pools() const {
   std::vector<int> given(p_.devices);
   for (int d = 0; d < p_.devices; ++d) given[d] = d;
   std::vector<Pools> found{{given}};
-  // All that the costs of stages on devices in this order depend on. Orders with equal patterns are tried once. Servers
-  // have numbers in the order in which they come, unless some pair of servers has its own link.
+  // Return all that the costs of stages on devices in this order depend on. Of orders with equal patterns, only the
+  // first is kept. Servers are numbered in the order in which they come, unless some pair of servers has its own link.
   const auto pattern = [&](const std::vector<int>& order) {
     std::vector<int> number(p_.servers, -1);
     std::vector<std::tuple<int, int, double, double>> devices;
@@ -261,7 +273,7 @@ inline std::vector<Pools> Search::pools() const {
   };
   std::vector<int> local(p_.devices), seen(p_.servers, 0);  // local: the number of a device within its server
   for (int d = 0; d < p_.devices; ++d) local[d] = seen[p_.server[d]]++;
-  // As many servers take turns as `together` says; only all of them on many devices, where planning takes seconds.
+  // `together` servers take turns. With many devices planning takes seconds, so only all servers together are tried.
   for (int together = p_.servers; together > 1; together /= p_.devices > 128 ? p_.servers : 2) {
     const auto set = [&](int d) { return p_.server[d] / together; };
     add([&](int a, int b) { return std::pair(set(a), local[a]) < std::pair(set(b), local[b]); });
@@ -279,14 +291,14 @@ inline std::vector<Pools> Search::pools() const {
   return found;
 }
 
-// Return starting layouts: even pipelines of many numbers of workers, with one stage per worker and with several; and
-// pipelines of two stages, with many numbers of devices for the second one and many cuts. Such layouts differ so much
-// from each other that moves rarely lead from one to another.
-inline std::vector<Run> Search::starts() const {
+// Return starting layouts without planning: balanced pipelines of many numbers of workers, with one or several stages
+// per worker; and pipelines of two stages, with many numbers of devices for the second stage and many cuts. Moves
+// rarely lead from one of these layouts to another, because they differ so much.
+inline std::vector<Run> Search::even_starts() const {
   std::vector<Run> runs;
   const int most = std::min(p_.devices, p_.blocks);
   const auto grow = [&](int count) { return count < 8 || p_.workers ? count + 1 : count * 5 / 4; };
-  // No worker has more devices than a micro-batch has rows.
+  // Make devices idle that a worker has beyond those for which a micro-batch has rows.
   const auto drop_surplus = [&](Layout& l) {
     std::vector<int> have(l.workers, 0);
     for (int& owner : l.owner)
@@ -295,15 +307,15 @@ inline std::vector<Run> Search::starts() const {
   for (int workers = 1;; workers = std::min(most, grow(workers))) {
     for (int chunks = 1; chunks <= (workers > 1 ? p_.most_chunks : 1); ++chunks) {
       if (!p_.may_have[chunks] || workers * chunks > p_.blocks || (p_.workers && workers != p_.workers)) continue;
-      for (const bool scatter : {false, true}) {
-        if (scatter && (p_.servers == 1 || p_.servers == p_.devices || workers == 1)) continue;
+      for (const bool interleave : {false, true}) {
+        if (interleave && (p_.servers == 1 || p_.servers == p_.devices || workers == 1)) continue;
         for (int z = 0; z < p_.sizes; ++z) {
           Layout l = empty_layout(p_, z, workers, chunks);
           for (int d = 0; d < p_.devices; ++d) l.owner[d] = static_cast<int>(int64_t{d} * workers / p_.devices);
           drop_surplus(l);
-          if (scatter) moves_.assign(l, 0, workers - 1, true);
+          if (interleave) moves_.reassign(l, 0, workers - 1, true);
           for (int s = 0; s < l.stages(); ++s) l.starts[s] = s;
-          moves_.even_cuts(l, 0, l.stages() - 1);
+          moves_.balance_cuts(l, 0, l.stages() - 1);
           runs.push_back({l, kInfinity});
         }
       }
@@ -326,16 +338,16 @@ inline std::vector<Run> Search::starts() const {
   return runs;
 }
 
-// Return starting layouts whose stages are planned, for all pools and micro-batch sizes. Their rows, rings, interfaces
-// and memory are only estimated there; they are evaluated like any others afterwards.
+// Return the starting layouts that StagePlanner finds for all pools and, if there are many, for some of the micro-batch
+// sizes.
 inline std::vector<Run> Search::planned_starts() const {
   const int most_cuts = p_.devices > 32 ? 64 : 128;  // with more, planning the stages takes longer than the search
-  // Cuts with nearly equal work between them, or all cuts if there are few blocks.
+  // Take all cuts if there are few blocks, else cuts with nearly equal seconds between them.
   std::vector<int> cuts{0};
-  const double work = work_[p_.blocks];
+  const double all_seconds = row_seconds_[p_.blocks];
   for (int block = 1; block < p_.blocks; ++block) {
-    const bool far = work_[block] - work_[cuts.back()] >= work / most_cuts * 0.9;
-    if (p_.blocks <= most_cuts || far || work <= 0) cuts.push_back(block);
+    const bool far = row_seconds_[block] - row_seconds_[cuts.back()] >= all_seconds / most_cuts * 0.9;
+    if (p_.blocks <= most_cuts || far || all_seconds <= 0) cuts.push_back(block);
   }
   cuts.push_back(p_.blocks);
   std::vector<std::pair<Pools, int>> tasks;
@@ -343,7 +355,7 @@ inline std::vector<Run> Search::planned_starts() const {
     for (int z = 0; z < p_.sizes; z += 1 + p_.sizes / 16) tasks.push_back({some, z});
   std::vector<std::vector<Layout>> found(tasks.size());
   each(tasks.size(), [&](size_t i, Evaluator&) {
-    found[i] = StagePlanner(p_, work_, speed_, cuts, tasks[i].first, tasks[i].second).plan();
+    found[i] = StagePlanner(p_, row_seconds_, speed_, cuts, tasks[i].first, tasks[i].second).plan();
   });
   std::vector<Run> runs;
   for (const auto& some : found)

@@ -225,11 +225,11 @@ def test_a_step_shows_the_optimizer_that_was_given_by_its_name() -> None:
 
 def test_planning_anew_keeps_what_results_depend_on() -> None:
     given = Options(stages=4, replicas=[2, 1, 1, 1], schedule="zb-h1", recompute=[True, False, False, False])
-    assert given.planned_anew() == Options(micro_batches=8)
+    assert given.open_to_new_plan() == Options(micro_batches=8)
     sizes = Options(stages=2, micro_batches=[2, 6], recompute=["a"])
-    assert sizes.planned_anew() == Options(micro_batches=2, recompute=["a"])
+    assert sizes.open_to_new_plan() == Options(micro_batches=2, recompute=["a"])
     windows = Options(stages=2, mode="async", minibatches=6, weights="2bw", micro_batches=3, depth=None)
-    assert windows.planned_anew() == dataclasses.replace(windows, stages="auto")
+    assert windows.open_to_new_plan() == dataclasses.replace(windows, stages="auto")
 
 
 def test_elastic_is_true_or_false() -> None:

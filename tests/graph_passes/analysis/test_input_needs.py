@@ -21,7 +21,7 @@ from dapple_tf.graph_passes.passes.base import run_passes
 from dapple_tf.graph_passes.passes.microbatch import Microbatch
 from dapple_tf.graph_passes.passes.project import Project
 from dapple_tf.graph_passes.passes.split_concat import SplitConcat
-from tests.graph_passes.builders import calls, function, refused
+from tests.graph_passes.builders import call_graph, function, refused
 
 NONE, OWN, ALL = Use.NONE, Use.OWN, Use.ALL
 
@@ -41,12 +41,12 @@ def rank_graphs(*replicas: int, micro_batches: int = 2) -> list[Graph]:
     """The projected graphs of all ranks of three stages: x enters the first, y and a counted mask the last."""
     ends = [sum(replicas[: s + 1]) for s in range(3)]
     ranks = tuple(tuple(range(end - r, end)) for end, r in zip(ends, replicas, strict=True))
-    whole = run_passes(calls(ARGUMENTS, *STAGES), [Microbatch(3, micro_batches), SplitConcat(replicas)])
+    whole = run_passes(call_graph(ARGUMENTS, *STAGES), [Microbatch(3, micro_batches), SplitConcat(replicas)])
     return [Project(ranks, rank)(whole) for rank in range(sum(replicas))]
 
 
 def test_a_rank_of_several_stages_needs_what_any_of_them_takes() -> None:
-    whole = run_passes(calls(ARGUMENTS, *STAGES), [Microbatch(3, 2), SplitConcat((2, 1, 2))])
+    whole = run_passes(call_graph(ARGUMENTS, *STAGES), [Microbatch(3, 2), SplitConcat((2, 1, 2))])
     found = [find_inputs(Project(((0, 1), (2,), (0, 1)), rank)(whole)) for rank in range(3)]
     assert found[:2] == [RankInputs((OWN, OWN, ALL), (0, 2), replica, 2) for replica in (0, 1)]
     assert found[2] == RankInputs((NONE, NONE, NONE), (1,))
@@ -130,7 +130,9 @@ def test_rows_of_given_sizes_are_those_of_the_plan_and_become_equal_where_they_a
 
 
 def test_a_rank_needs_the_rows_of_its_share() -> None:
-    graph = run_passes(calls(ARGUMENTS, *STAGES), [Microbatch(3, 2), SplitConcat((2, 1, 2), shares=((3, 1), (), ()))])
+    graph = run_passes(
+        call_graph(ARGUMENTS, *STAGES), [Microbatch(3, 2), SplitConcat((2, 1, 2), shares=((3, 1), (), ()))]
+    )
     ranks = ((0, 1), (2,), (3, 4))
     first, second = (find_inputs(Project(ranks, rank)(graph)) for rank in range(2))
     assert (first.shares, second.shares) == ((3, 1), (3, 1))

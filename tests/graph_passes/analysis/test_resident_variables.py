@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from dapple_tf.graph_passes.analysis.variable_use import resident_variables
-from tests.graph_passes.builders import calls, function
+from tests.graph_passes.builders import call_graph, function
 
 STAGE = (
     function("stage1/forward", "variable t, variable w, variable n", writes=["n"]),
@@ -71,4 +71,4 @@ CALLS = {
 @pytest.mark.parametrize("case", CALLS)
 def test_the_variables_that_are_resident(case: str) -> None:
     text, resident = CALLS[case]
-    assert resident_variables(calls(text, *STAGE)) == resident
+    assert resident_variables(call_graph(text, *STAGE)) == resident

@@ -9,7 +9,7 @@ import pytest
 from dapple_tf.errors import GraphError
 from dapple_tf.graph_passes.ir.graph import Function, Node, tensor
 from dapple_tf.graph_passes.ir.verify import verify
-from tests.graph_passes.builders import calls, function, graph, refused
+from tests.graph_passes.builders import call_graph, function, graph, refused
 
 GOOD = """
     inputs %x
@@ -21,7 +21,7 @@ FORWARD = function("stage0/forward", "arg x, variable w", "loss loss")
 
 
 def test_a_good_graph_passes() -> None:
-    verify(calls(GOOD, FORWARD))
+    verify(call_graph(GOOD, FORWARD))
 
 
 @pytest.mark.parametrize(
@@ -54,7 +54,7 @@ def test_a_good_graph_passes() -> None:
 )
 def test_a_broken_invariant_is_named(old: str, new: str, said: str) -> None:
     assert old in GOOD
-    broken, good = calls(GOOD.replace(old, new, 1), FORWARD), calls(GOOD, FORWARD)
+    broken, good = call_graph(GOOD.replace(old, new, 1), FORWARD), call_graph(GOOD, FORWARD)
     with refused(GraphError, said):
         verify(broken)
     # Beside nodes that were verified before, too.
@@ -64,7 +64,7 @@ def test_a_broken_invariant_is_named(old: str, new: str, said: str) -> None:
 
 
 def test_a_call_of_a_function_that_is_gone_or_another_is_named() -> None:
-    good = calls(GOOD, FORWARD)
+    good = call_graph(GOOD, FORWARD)
     other = function("stage0/forward", "arg x, arg y", "loss loss")
     with refused(GraphError, "has no function 'stage0/forward'"):
         verify(good.replace(functions=()), good)
@@ -92,7 +92,7 @@ def test_a_call_of_a_function_that_is_gone_or_another_is_named() -> None:
 def test_a_call_level_node_must_fit_its_entry_of_the_op_table(old: str, new: str, said: str) -> None:
     assert old in GOOD
     with refused(GraphError, said):
-        verify(calls(GOOD.replace(old, new, 1), FORWARD))
+        verify(call_graph(GOOD.replace(old, new, 1), FORWARD))
 
 
 PLACE = "replica=0, stage=0"
@@ -162,16 +162,16 @@ def test_nodes_that_do_not_stand_in_a_topological_order_are_refused() -> None:
 def test_the_bodies_of_stage_functions_are_verified(body: str, said: str) -> None:
     broken = Function("stage0/forward", graph(body), (), ())
     with refused(GraphError, said):
-        verify(calls("", broken))
+        verify(call_graph("", broken))
 
 
 def test_the_ports_of_a_stage_function_are_those_of_its_graph() -> None:
     fewer = dataclasses.replace(FORWARD, inputs=FORWARD.inputs[:1])
     with refused(GraphError, "function 'stage0/forward' has inputs of the roles ('arg',), but its graph has inputs ("):
-        verify(calls("", fewer))
+        verify(call_graph("", fewer))
     more = dataclasses.replace(FORWARD, outputs=FORWARD.outputs * 2)
     with refused(GraphError, "function 'stage0/forward' has 2 outputs, but its graph has 1"):
-        verify(calls("", more))
+        verify(call_graph("", more))
 
 
 def test_an_op_that_does_not_begin_in_lower_case_is_tensorflow_s() -> None:
@@ -179,7 +179,7 @@ def test_an_op_that_does_not_begin_in_lower_case_is_tensorflow_s() -> None:
 
 
 def test_functions_that_were_verified_before_are_not_checked_again() -> None:
-    good = calls(GOOD, FORWARD)
+    good = call_graph(GOOD, FORWARD)
     broken = dataclasses.replace(FORWARD, inputs=())
     verify(good.replace(functions=(broken,), nodes=(), outputs=(), inputs=()), good.replace(functions=(broken,)))
     with refused(GraphError, "has inputs of the roles ()"):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dapple_tf.graph_passes.passes.accumulate import Accumulate
-from tests.graph_passes.builders import assert_graph, calls, function
+from tests.graph_passes.builders import assert_graph, call_graph, function
 
 BACKWARD = function("stage0/backward", "gradient h", "gradient x, variable w, variable v float32[2]")
 
@@ -16,7 +16,7 @@ TWO = ONE.replace("M", "0") + ONE.replace("M", "1")
 
 def test_two_micro_batches_are_summed_in_order() -> None:
     assert_graph(
-        Accumulate()(calls(TWO, BACKWARD)),
+        Accumulate()(call_graph(TWO, BACKWARD)),
         TWO
         + """
         %stage0/replica0/mb0/accumulate = accumulate(%stage0/replica0/mb0/backward:1, %stage0/replica0/mb0/backward:2)
@@ -43,7 +43,7 @@ SPLIT = """
 def test_where_backward_is_split_the_gradients_of_weights_are_summed() -> None:
     before = SPLIT.replace("M", "0")
     assert_graph(
-        Accumulate()(calls(before, INPUTS, WEIGHTS)),
+        Accumulate()(call_graph(before, INPUTS, WEIGHTS)),
         before
         + """
         %stage0/replica0/gradients = gradients(%stage0/replica0/mb0/weights:0, %stage0/replica0/mb0/weights:1)
@@ -56,7 +56,7 @@ def test_whole_and_split_backwards_are_summed_in_micro_batch_order() -> None:
     """Whichever is called first."""
     mixed = ONE.replace("M", "2") + SPLIT.replace("M", "1") + ONE.replace("M", "0")
     assert_graph(
-        Accumulate()(calls(mixed, BACKWARD, INPUTS, WEIGHTS)),
+        Accumulate()(call_graph(mixed, BACKWARD, INPUTS, WEIGHTS)),
         mixed
         + """
         %stage0/replica0/mb0/accumulate = accumulate(%stage0/replica0/mb0/backward:1, %stage0/replica0/mb0/backward:2)
@@ -76,7 +76,7 @@ def test_whole_and_split_backwards_are_summed_in_micro_batch_order() -> None:
 def test_the_gradients_of_one_micro_batch_are_passed_on() -> None:
     before = ONE.replace("M", "0")
     assert_graph(
-        Accumulate()(calls(before, BACKWARD)),
+        Accumulate()(call_graph(before, BACKWARD)),
         before
         + """
         %stage0/replica0/gradients = gradients(%stage0/replica0/mb0/backward:1, %stage0/replica0/mb0/backward:2)
@@ -87,7 +87,7 @@ def test_the_gradients_of_one_micro_batch_are_passed_on() -> None:
 
 def test_each_replica_has_its_own_sums() -> None:
     other = ONE.replace("replica0", "replica1").replace("replica=0", "replica=1")
-    result = Accumulate()(calls(ONE.replace("M", "0") + other.replace("M", "0"), BACKWARD))
+    result = Accumulate()(call_graph(ONE.replace("M", "0") + other.replace("M", "0"), BACKWARD))
     gradients = [(node.name, str(node.inputs[0])) for node in result.nodes if node.op == "gradients"]
     assert gradients == [
         ("stage0/replica0/gradients", "%stage0/replica0/mb0/backward:1"),
@@ -98,4 +98,4 @@ def test_each_replica_has_its_own_sums() -> None:
 def test_a_stage_without_variables_has_no_gradients() -> None:
     before = TWO.replace(" -> (float32[?,4], float32[4], float32[2])", " -> (float32[?,4])")
     frozen = function("stage0/backward", "gradient h", "gradient x")
-    assert_graph(Accumulate()(calls(before, frozen)), before)
+    assert_graph(Accumulate()(call_graph(before, frozen)), before)

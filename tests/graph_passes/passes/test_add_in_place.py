@@ -11,7 +11,7 @@ from dapple_tf.graph_passes.ir.text import print_graph
 from dapple_tf.graph_passes.passes.add_in_place import AddInPlace
 from dapple_tf.graph_passes.passes.verify_pipeline import verify_sums_in_place
 from dapple_tf.graph_passes.schedules.spec import ScheduleSpec, parse_schedule
-from tests.graph_passes.builders import assert_graph, calls, function, functions_of, graph, refused
+from tests.graph_passes.builders import assert_graph, call_graph, function, functions_of, graph, refused
 from tests.graph_passes.whole import Kind, whole_graph
 
 BACKWARD = """
@@ -94,7 +94,7 @@ def two(schedule: str = "dapple-a") -> AddInPlace:
 
 
 def test_calls_add_their_gradients_and_return_the_rest() -> None:
-    result = two()(calls(BEFORE, *functions_of(BACKWARD)))
+    result = two()(call_graph(BEFORE, *functions_of(BACKWARD)))
     assert_graph(result, AFTER)
     (wanted,) = functions_of(ADDING)
     (found,) = result.functions
@@ -105,18 +105,18 @@ def test_calls_add_their_gradients_and_return_the_rest() -> None:
 def test_a_stage_that_runs_backwards_in_another_order_keeps_its_sums() -> None:
     """Sums are added in micro-batch order, whatever the schedule is."""
     schedule = parse_schedule("0F0 0F1 0B0 0B1; 1F0 1F1 1B1 1B0")
-    before = calls(BEFORE, *functions_of(BACKWARD))
+    before = call_graph(BEFORE, *functions_of(BACKWARD))
     assert AddInPlace(schedule)(before) == before.sorted()
 
 
 def test_sums_in_buckets_stay() -> None:
     """The last call gives its gradients one by one, so that AllReduce can start."""
-    before = calls(BEFORE.replace(", first=", ", bucket=0, first="), *functions_of(BACKWARD))
+    before = call_graph(BEFORE.replace(", first=", ", bucket=0, first="), *functions_of(BACKWARD))
     assert two()(before) == before.sorted()
 
 
 def test_a_function_without_gradients_of_weights_is_unchanged() -> None:
-    before = calls(CALLS.replace("M", "0"), function("stage1/backward", "gradient h", "gradient x"))
+    before = call_graph(CALLS.replace("M", "0"), function("stage1/backward", "gradient h", "gradient x"))
     assert two()(before) == before.sorted()
 
 
@@ -139,12 +139,12 @@ def test_sums_that_are_cleared_or_read_at_any_time_are_refused(old: str, new: st
     )
     text += idle.replace("M", "0") + idle.replace("M", "1")
     functions = (*functions_of(ADDING), function("stage0/backward"))
-    verify_sums_in_place(calls(text, *functions), schedule)
+    verify_sums_in_place(call_graph(text, *functions), schedule)
     assert text.count(old) == 1
     with refused(GraphError, said):
-        verify_sums_in_place(calls(text.replace(old, new), *functions), schedule)
+        verify_sums_in_place(call_graph(text.replace(old, new), *functions), schedule)
     with refused(GraphError, "the calls of stage 1 add their gradients in the order [1, 0]"):
-        verify_sums_in_place(calls(text, *functions), parse_schedule("0F0 0F1 0B0 0B1; 1F0 1F1 1B1 1B0"))
+        verify_sums_in_place(call_graph(text, *functions), parse_schedule("0F0 0F1 0B0 0B1; 1F0 1F1 1B1 1B0"))
 
 
 @pytest.mark.parametrize("kind", [Kind((2, 1), 2, overlap=True), Kind((2, 2), 3, overlap=True)])

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dapple_tf.graph_passes.passes.allreduce import AllReduce
-from tests.graph_passes.builders import assert_graph, calls, function
+from tests.graph_passes.builders import assert_graph, call_graph, function
 
 FUNCTIONS = (
     function("stage0/forward", "arg x, variable table, variable u", "boundary h"),
@@ -24,7 +24,7 @@ SUMS = """
 
 def test_replicas_are_reduced_and_a_tied_variable_is_summed_at_its_owner() -> None:
     assert_graph(
-        AllReduce()(calls(SUMS, *FUNCTIONS)),
+        AllReduce()(call_graph(SUMS, *FUNCTIONS)),
         SUMS
         + """
         %stage0/allreduce = allreduce(%stage0/replica0/gradients:0, %stage0/replica0/gradients:1,
@@ -42,7 +42,7 @@ def test_replicas_are_reduced_and_a_tied_variable_is_summed_at_its_owner() -> No
 
 def test_where_the_update_is_sharded_a_gradient_is_summed_on_the_replica_that_updates_its_variable() -> None:
     assert_graph(
-        AllReduce((("u", 1), ("table", 0)))(calls(SUMS, *FUNCTIONS)),
+        AllReduce((("u", 1), ("table", 0)))(call_graph(SUMS, *FUNCTIONS)),
         SUMS
         + """
         %stage0/replica0/reduce = reduce(%stage0/replica0/gradients:1, %stage0/replica1/gradients:1)
@@ -73,7 +73,7 @@ def test_one_replica_needs_no_allreduce_and_a_stage_without_gradients_has_none()
         %stage1/replica0/gradients = gradients() {place, variables=['w']} -> (float32[4])
     """
     assert_graph(
-        AllReduce()(calls(before, *functions)),
+        AllReduce()(call_graph(before, *functions)),
         before
         + """
         %stage1/reduced_gradients = reduced_gradients(%stage1/replica0/gradients:0) {place, variables=['w']}
@@ -95,7 +95,7 @@ def test_a_gradient_found_only_in_another_stage_is_sent_to_the_owner() -> None:
         %stage1/replica0/gradients = gradients() {place, variables=['table']} -> (float32[4])
     """
     assert_graph(
-        AllReduce()(calls(before, *functions)),
+        AllReduce()(call_graph(before, *functions)),
         before
         + """
         %stage0/reduced_gradients = reduced_gradients(%stage1/replica0/gradients:0) {place, variables=['table']}

@@ -6,7 +6,7 @@ from dapple_tf.errors import GraphError
 from dapple_tf.graph_passes.ir.names import Site
 from dapple_tf.graph_passes.passes.apply import Apply
 from dapple_tf.graph_passes.passes.split_update import Updates
-from tests.graph_passes.builders import assert_graph, calls, function, refused
+from tests.graph_passes.builders import assert_graph, call_graph, function, refused
 
 GRADIENTS = """
     %loss = merge() -> (float32[])
@@ -36,11 +36,11 @@ BEGIN = """
 def test_an_update_whose_gradient_is_missing_is_refused() -> None:
     stages = ((Site(0), function("stage0/update", "gradient lost, variable lost")),)
     with refused(GraphError, "'stage0/update' updates 'lost', but no backward gives its gradient"):
-        Apply(Updates(None, stages, None))(calls(GRADIENTS))
+        Apply(Updates(None, stages, None))(call_graph(GRADIENTS))
 
 
 def test_each_stage_updates_its_variables_after_the_barrier() -> None:
-    result = Apply(Updates(None, STAGES, None))(calls(GRADIENTS))
+    result = Apply(Updates(None, STAGES, None))(call_graph(GRADIENTS))
     assert_graph(
         result,
         f"""
@@ -60,7 +60,7 @@ def test_each_stage_updates_its_variables_after_the_barrier() -> None:
 
 
 def test_shared_updates_run_once_before_and_once_after_those_of_the_stages() -> None:
-    result = Apply(Updates(SHARED[0], STAGES, SHARED[1]))(calls(GRADIENTS))
+    result = Apply(Updates(SHARED[0], STAGES, SHARED[1]))(call_graph(GRADIENTS))
     waits = {node.name: [control.source for control in node.controls] for node in result.nodes if "update" in node.name}
     assert waits == {
         "update/barrier": ["stage0/reduced_gradients", "stage1/reduced_gradients", "loss"],
@@ -83,7 +83,7 @@ def test_shared_updates_run_once_before_and_once_after_those_of_the_stages() -> 
 
 def test_gradients_are_clipped_by_their_norm_over_all_stages() -> None:
     assert_graph(
-        Apply(Updates(None, STAGES, None), global_clipnorm=1.5)(calls(GRADIENTS)),
+        Apply(Updates(None, STAGES, None), global_clipnorm=1.5)(call_graph(GRADIENTS)),
         f"""
         {GRADIENTS}
         {BARRIER}
@@ -108,7 +108,7 @@ def test_gradients_are_clipped_by_their_norm_over_all_stages() -> None:
 
 def test_state_is_committed_after_the_barrier_and_before_the_end() -> None:
     before = GRADIENTS.replace("outputs", "%stage0/commit = commit() {replica=0, stage=0, variables=['mean']}\noutputs")
-    result = Apply(Updates(None, STAGES, None))(calls(before))
+    result = Apply(Updates(None, STAGES, None))(call_graph(before))
     assert [c.source for c in result.node("stage0/commit").controls] == ["update/begin"]
     assert [c.source for c in result.node("update/done").controls] == [
         "stage0/update",
@@ -122,7 +122,7 @@ def test_only_an_update_that_takes_statistics_waits_until_they_are_written() -> 
         "outputs", "%written = write_statistics() {function='written', replica=0, stage=0}\noutputs"
     )
     writes = function("written", "variable w", "", ["w"])
-    graph = calls(before, writes)
+    graph = call_graph(before, writes)
     result = Apply(Updates(None, STAGES, None))(graph)
     assert [c.source for c in result.node("written").controls] == ["update/begin"]
     assert [c.source for c in result.node("stage0/update").controls] == ["update/begin", "written"]
@@ -131,7 +131,7 @@ def test_only_an_update_that_takes_statistics_waits_until_they_are_written() -> 
 
 def test_a_step_without_updates_still_ends() -> None:
     assert_graph(
-        Apply(Updates(None, (), None))(calls("%loss = merge() -> (float32[])\noutputs %loss:0")),
+        Apply(Updates(None, (), None))(call_graph("%loss = merge() -> (float32[])\noutputs %loss:0")),
         """
         %loss = merge() -> (float32[])
         %update/barrier = barrier() ^%loss 'barrier: no weight changes before the loss is there'
@@ -158,7 +158,7 @@ def test_an_update_takes_slices_and_their_indices() -> None:
     ports = "gradient v, slices table float32[_,4], indices table int64[_], variable v, variable table"
     stages = ((Site(1), function("stage1/update", ports)),)
     assert_graph(
-        Apply(Updates(None, stages, None))(calls(SPARSE)),
+        Apply(Updates(None, stages, None))(call_graph(SPARSE)),
         f"""
         {SPARSE}
         {SPARSE_BARRIER}
@@ -176,7 +176,7 @@ def test_the_global_norm_is_that_of_slices_as_they_are_and_what_is_clipped_is_de
         (Site(1), function("stage1/update", "gradient v, gradient table float32[9,4], variable v, variable table")),
     )
     assert_graph(
-        Apply(Updates(None, stages, None), global_clipnorm=1.5)(calls(SPARSE)),
+        Apply(Updates(None, stages, None), global_clipnorm=1.5)(call_graph(SPARSE)),
         f"""
         {SPARSE}
         {SPARSE_BARRIER}
@@ -201,7 +201,7 @@ def test_the_global_norm_is_that_of_slices_as_they_are_and_what_is_clipped_is_de
 def test_an_update_that_takes_slices_of_a_dense_gradient_is_refused() -> None:
     stages = ((Site(1), function("stage1/update", "slices v float32[_,4], indices v int64[_], variable v")),)
     with refused(GraphError, "'stage1/update' updates 'v', but no backward gives its slices (its gradient is dense)"):
-        Apply(Updates(None, stages, None))(calls(GRADIENTS))
+        Apply(Updates(None, stages, None))(call_graph(GRADIENTS))
 
 
 def test_terms_of_the_stages_are_combined_before_the_barrier_and_taken_by_the_updates() -> None:
@@ -214,7 +214,7 @@ def test_terms_of_the_stages_are_combined_before_the_barrier_and_taken_by_the_up
         (Site(0), function("stage0/update", "gradient w float32[2], gradient u, combined c bool[]")),
         (Site(1), function("stage1/update", "gradient v, combined c bool[]")),
     )
-    result = Apply(Updates(None, stages, None, terms, combine))(calls(GRADIENTS))
+    result = Apply(Updates(None, stages, None, terms, combine))(call_graph(GRADIENTS))
     assert [str(value) for value in result.node("update/combine").inputs] == [
         "%stage0/update_terms:0",
         "%stage1/update_terms:0",

@@ -14,7 +14,7 @@ from dapple_tf.errors import GraphError
 from dapple_tf.graph_passes.ir.graph import Graph, Node
 from dapple_tf.graph_passes.ir.ops import OpName
 from dapple_tf.graph_passes.passes.base import Contract, Pass, run_passes
-from tests.graph_passes.builders import assert_graph, calls, function, graph, refused
+from tests.graph_passes.builders import assert_graph, call_graph, function, graph, refused
 from tests.paths import ROOT
 from tests.processes import run_python
 
@@ -92,7 +92,7 @@ def test_a_pass_whose_required_op_is_missing_is_refused_before_it_runs() -> None
 @pytest.mark.parametrize(("gives", "refuses"), [("gradient h", False), ("gradient h, variable w", True)])
 def test_what_a_pass_requires_of_a_trained_model_is_not_required_without_gradients(gives: str, refuses: bool) -> None:
     contract = Contract(requires_if_trained=ops(OpName.GRADIENTS), may_produce=ops(OpName.BARRIER))
-    whole = calls("", function("stage0/backward", "seed loss", gives))
+    whole = call_graph("", function("stage0/backward", "seed loss", gives))
     if refuses:
         with refused(GraphError, "pass 'append' (after the input) requires 'gradients' nodes, and the graph has none"):
             run_passes(whole, [barrier(contract)])
@@ -103,7 +103,7 @@ def test_what_a_pass_requires_of_a_trained_model_is_not_required_without_gradien
 @pytest.mark.parametrize(("gives", "refuses"), [("variable w", False), ("slices w, indices w int64[_]", True)])
 def test_what_a_pass_requires_of_sparse_gradients_is_not_required_of_dense_ones(gives: str, refuses: bool) -> None:
     contract = Contract(requires_if_sparse=ops(OpName.GATHER_SLICES), may_produce=ops(OpName.BARRIER))
-    whole = calls("", function("stage0/backward", "seed loss", gives))
+    whole = call_graph("", function("stage0/backward", "seed loss", gives))
     if refuses:
         with refused(GraphError, "pass 'append' (after the input) requires 'gather_slices' nodes, and the graph has"):
             run_passes(whole, [barrier(contract)])

@@ -20,7 +20,7 @@ from dapple_tf.graph_passes.passes.place import Place
 from dapple_tf.graph_passes.passes.split_concat import SplitConcat
 from dapple_tf.graph_passes.passes.verify_pipeline import VerifyPipeline
 from dapple_tf.graph_passes.schedules.spec import ScheduleSpec
-from tests.graph_passes.builders import assert_graph, calls, function, refused
+from tests.graph_passes.builders import assert_graph, call_graph, function, refused
 
 X = "inputs %x\n%x = input() {index=0} -> (float32[?,4])\n"
 HEAD_INPUTS = (LossHeadInput(Value("z"), 0, 2),)
@@ -36,7 +36,7 @@ def one_stage(loss_head: str = "boundary %z:0, variable t") -> tuple[Function, .
 
 
 def test_all_forwards_then_the_loss_head_then_all_backwards() -> None:
-    result = Microbatch(1, 2, head_inputs=HEAD_INPUTS)(calls(X, *one_stage()))
+    result = Microbatch(1, 2, head_inputs=HEAD_INPUTS)(call_graph(X, *one_stage()))
     verify(result)
     assert_graph(
         result,
@@ -67,7 +67,7 @@ def test_all_forwards_then_the_loss_head_then_all_backwards() -> None:
 
 def test_the_loss_head_takes_whole_arguments_and_the_bounds_of_the_whole_batch() -> None:
     functions = one_stage("arg x, rows micro_batch/rows int64[3], boundary %z:0, variable t")
-    result = Microbatch(1, 2, head_inputs=HEAD_INPUTS)(calls(X, *functions))
+    result = Microbatch(1, 2, head_inputs=HEAD_INPUTS)(call_graph(X, *functions))
     verify(result)
     (loss_head,) = nodes_of(result, OpName.LOSS_HEAD)
     assert [str(value) for value in loss_head.inputs] == [
@@ -83,7 +83,7 @@ def test_the_bounds_of_the_whole_batch_are_there_once() -> None:
         *one_stage("rows micro_batch/rows int64[3], once seed int64[], boundary %z:0"),
         function("stage0/run_once", "rows micro_batch/rows int64[3]", "once seed int64[]"),
     )
-    result = Microbatch(1, 2, head_inputs=HEAD_INPUTS)(calls(X, *functions))
+    result = Microbatch(1, 2, head_inputs=HEAD_INPUTS)(call_graph(X, *functions))
     verify(result)
     assert len(nodes_of(result, OpName.ROW_BOUNDS)) == 1
     (loss_head,) = nodes_of(result, OpName.LOSS_HEAD)
@@ -92,7 +92,7 @@ def test_the_bounds_of_the_whole_batch_are_there_once() -> None:
 
 def test_an_aux_output_of_the_loss_head_is_no_merge_of_micro_batches() -> None:
     functions = (*one_stage()[:2], function("stage0/loss_head", "boundary %z:0", "loss loss, aux 0, gradient %z:0"))
-    result = Microbatch(1, 3, ("mean",), head_inputs=HEAD_INPUTS)(calls(X, *functions))
+    result = Microbatch(1, 3, ("mean",), head_inputs=HEAD_INPUTS)(call_graph(X, *functions))
     verify(result)
     assert_merge = result.node("aux/0")
     assert [str(value) for value in assert_merge.inputs] == ["%stage0/replica0/loss_head:1"]
@@ -105,12 +105,12 @@ def test_a_loss_head_that_differentiates_no_rows_cuts_none() -> None:
         function("stage0/backward"),
         function("stage0/loss_head", "boundary %z:0", "loss loss"),
     )
-    result = Microbatch(1, 2, head_inputs=HEAD_INPUTS)(calls(X, *functions))
+    result = Microbatch(1, 2, head_inputs=HEAD_INPUTS)(call_graph(X, *functions))
     assert not nodes_of(result, OpName.CUT_ROWS)
 
 
 def replicated(*functions: Function, micro_batches: int = 2) -> Graph:
-    result = SplitConcat((2,))(Microbatch(1, micro_batches, head_inputs=HEAD_INPUTS)(calls(X, *functions)))
+    result = SplitConcat((2,))(Microbatch(1, micro_batches, head_inputs=HEAD_INPUTS)(call_graph(X, *functions)))
     verify(result)
     return result
 

@@ -10,7 +10,7 @@ from dapple_tf.graph_passes.passes.combine_statistics import CombineStatistics
 from dapple_tf.graph_passes.passes.project import Project
 from dapple_tf.graph_passes.passes.share_statistics import ShareStatistics
 from dapple_tf.graph_passes.passes.verify_ranks import verify_ranks
-from tests.graph_passes.builders import assert_graph, calls, functions_of
+from tests.graph_passes.builders import assert_graph, call_graph, functions_of
 from tests.graph_passes.passes.test_share_statistics import COUNT as OF_SUM
 from tests.graph_passes.passes.test_share_statistics import FORWARD
 from tests.graph_passes.passes.test_share_statistics import TWO as WITHOUT_SIZE
@@ -30,7 +30,7 @@ TWO = WITHOUT_SIZE.replace("    %stage0/replica0/run_once", f"{SIZE}    %stage0/
 
 
 def two_replicas(once: str = COUNT) -> Graph:
-    return calls(TWO, FORWARD, *functions_of(once))
+    return call_graph(TWO, FORWARD, *functions_of(once))
 
 
 def own_partials(r: int) -> str:
@@ -108,7 +108,7 @@ def test_replicas_exchange_partial_statistics_and_compute_those_of_the_batch_fro
 
 def test_partial_statistics_wait_for_what_run_once_waits_for() -> None:
     text = TWO.replace("{call} -> (float32[], int64[])", "{call} -> (float32[], int64[]) ^%x 'a'", 1)
-    result = CombineStatistics()(calls(text, FORWARD, *functions_of(COUNT)))
+    result = CombineStatistics()(call_graph(text, FORWARD, *functions_of(COUNT)))
     assert [control.source for control in result.node("stage0/replica0/mb0/partials").controls] == ["x"]
 
 
@@ -151,7 +151,7 @@ def test_a_function_that_does_not_reduce_stays_whole(once: str) -> None:
 
 def test_a_stage_of_one_replica_stays_as_it_is() -> None:
     text = TWO[: TWO.index("    %stage0/replica1/run_once")] + "    outputs %stage0/replica0/mb0/forward:0\n"
-    before = calls(text, FORWARD, *functions_of(COUNT))
+    before = call_graph(text, FORWARD, *functions_of(COUNT))
     assert CombineStatistics()(before) == before
 
 
@@ -164,6 +164,6 @@ def test_partial_statistics_are_of_micro_batches_of_the_given_sizes() -> None:
     """
         for r in range(2)
     )
-    result = CombineStatistics()(calls(text, FORWARD, *functions_of(COUNT)))
+    result = CombineStatistics()(call_graph(text, FORWARD, *functions_of(COUNT)))
     rows = [node for node in result.nodes if node.name.endswith("rows_for_partials")]
     assert [node.integers("sizes") for node in rows] == [(7,), (7,)]

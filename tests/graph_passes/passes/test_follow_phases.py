@@ -8,7 +8,7 @@ from dapple_tf.errors import GraphError
 from dapple_tf.graph_passes.ir.graph import Effect, Function, Graph, Node
 from dapple_tf.graph_passes.passes.base import run_passes
 from dapple_tf.graph_passes.passes.follow_phases import FollowPhases, PhaseGraph
-from tests.graph_passes.builders import assert_graph, calls, function, refused
+from tests.graph_passes.builders import assert_graph, call_graph, function, refused
 
 VARIABLES = {"v": 1, "w": 2}
 
@@ -58,7 +58,7 @@ WAITS = "'phases: it depends on what earlier ones do'"
 
 def critic() -> PhaseGraph:
     """The finished graph of a phase that trains v, on stage 1."""
-    return PhaseGraph(calls(CRITIC + DONE, *OF_CRITIC), VARIABLES)
+    return PhaseGraph(call_graph(CRITIC + DONE, *OF_CRITIC), VARIABLES)
 
 
 def follow(graph: Graph, *earlier: PhaseGraph, last: bool = True) -> Graph:
@@ -67,7 +67,7 @@ def follow(graph: Graph, *earlier: PhaseGraph, last: bool = True) -> Graph:
 
 def test_a_phase_that_others_follow_does_not_end_the_step() -> None:
     tokens = "%token = barrier() -> (int64[])\n%tokens = collect_tokens(%token:0) {}-> (int64[])\n"
-    before = calls(CRITIC + DONE + tokens.replace("{}", ""), *OF_CRITIC)
+    before = call_graph(CRITIC + DONE + tokens.replace("{}", ""), *OF_CRITIC)
     assert_graph(follow(before, last=False), CRITIC + tokens.replace("{}", "{guarded=False} "))
     assert follow(before) == before
 
@@ -75,7 +75,9 @@ def test_a_phase_that_others_follow_does_not_end_the_step() -> None:
 def test_a_phase_waits_for_the_calls_of_each_device_and_for_what_writes_its_variables() -> None:
     """Stage 0 begins as soon as it has nothing more to do before: it reads w, which the critic's update leaves."""
     first = PhaseGraph(follow(critic().graph, last=False), VARIABLES)
-    after = follow(calls(GENERATOR + LATER + BARRIER + END + DONE.replace("stage1", "stage0"), *OF_GENERATOR), first)
+    after = follow(
+        call_graph(GENERATOR + LATER + BARRIER + END + DONE.replace("stage1", "stage0"), *OF_GENERATOR), first
+    )
     forward, second = GENERATOR.strip().split("\n    %stage1")
     assert_graph(
         after,
@@ -96,7 +98,7 @@ def test_a_phase_waits_for_the_calls_of_each_device_and_for_what_writes_its_vari
 def test_no_call_of_a_phase_is_inlined() -> None:
     """An edge to an inlined call does not order its reads of variables."""
     inlined = LATER.replace("backward() {call", "backward() {call, inline=True")
-    before = calls(GENERATOR + inlined, *OF_GENERATOR)
+    before = call_graph(GENERATOR + inlined, *OF_GENERATOR)
     assert before.node("stage0/replica0/mb0/backward").has("inline")
     assert_graph(follow(before, last=False), GENERATOR + LATER)
 
@@ -115,7 +117,7 @@ def test_a_call_that_prints_or_draws_waits_for_all_that_earlier_phases_do() -> N
         (Effect.PURE, "phase1/stage1/accumulate"),
     ):
         functions = [acting("stage1/forward", effect) if f.name == "stage1/forward" else f for f in OF_GENERATOR]
-        after = follow(calls(GENERATOR, *functions), first)
+        after = follow(call_graph(GENERATOR, *functions), first)
         assert waits in after.node("follow/1").strings("after")
         assert ("phase1/stage1/update" in after.node("follow/1").strings("after")) == (effect is not Effect.PURE)
 
@@ -123,9 +125,9 @@ def test_a_call_that_prints_or_draws_waits_for_all_that_earlier_phases_do() -> N
 def test_a_phase_waits_for_the_last_phase_that_writes_a_variable() -> None:
     """The third phase waits for stage 0's update of the second, and for stage 1's of the first."""
     first = PhaseGraph(follow(critic().graph, last=False), VARIABLES)
-    middle = calls(GENERATOR + LATER + BARRIER + END, *OF_GENERATOR)
+    middle = call_graph(GENERATOR + LATER + BARRIER + END, *OF_GENERATOR)
     second = PhaseGraph(follow(middle, first, last=False), VARIABLES)
-    after = follow(calls(GENERATOR, *OF_GENERATOR), first, second)
+    after = follow(call_graph(GENERATOR, *OF_GENERATOR), first, second)
     assert after.node("follow/0").strings("after") == (
         "phase2/stage0/replica0/mb0/backward",
         "phase2/stage0/update",
@@ -138,4 +140,4 @@ def test_a_phase_waits_for_the_last_phase_that_writes_a_variable() -> None:
 
 def test_a_phase_that_waits_already_is_refused() -> None:
     with refused(GraphError, "'follow_phases'", "forbids 'follow' nodes"):
-        follow(follow(calls(GENERATOR, *OF_GENERATOR), critic()), critic())
+        follow(follow(call_graph(GENERATOR, *OF_GENERATOR), critic()), critic())

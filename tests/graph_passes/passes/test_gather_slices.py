@@ -7,7 +7,7 @@ import pytest
 from dapple_tf.errors import GraphError
 from dapple_tf.graph_passes.ir.graph import Function
 from dapple_tf.graph_passes.passes.gather_slices import GatherSlices, SparsePart, slice_ports
-from tests.graph_passes.builders import assert_graph, calls, function, refused
+from tests.graph_passes.builders import assert_graph, call_graph, function, refused
 
 ROWS = "slices table float32[_,4], indices table int64[_]"
 FIRST = (
@@ -43,7 +43,7 @@ STAGE1 = SparsePart("table", 9, 0, stage=1, pair=0, combine="concat")
 def test_slices_come_use_by_use_and_in_sample_order_inside_a_use() -> None:
     """The last stage's use is the first on one device. Its indices are int32, so all become int64."""
     assert_graph(
-        GatherSlices((STAGE0, STAGE1))(calls(CALLS, *FIRST, *LAST)),
+        GatherSlices((STAGE0, STAGE1))(call_graph(CALLS, *FIRST, *LAST)),
         f"""
         {CALLED}
         %stage0/gather_slices/table = gather_slices(
@@ -65,7 +65,7 @@ def test_stages_that_look_up_the_same_rows_give_one_use() -> None:
         SparsePart("table", 9, 0, stage=0, pair=0, combine="sum"),
         SparsePart("table", 9, 0, stage=1, pair=0, combine="sum"),
     )
-    node = GatherSlices(parts)(calls(CALLS, *FIRST, *LAST)).node("stage0/gather_slices/table")
+    node = GatherSlices(parts)(call_graph(CALLS, *FIRST, *LAST)).node("stage0/gather_slices/table")
     assert node.strings("uses") == ("sum",)
     assert node.integers("pieces") == (6,)
 
@@ -76,7 +76,7 @@ def test_stages_that_look_up_the_same_rows_must_add_them() -> None:
         SparsePart("table", 9, 0, stage=1, pair=0, combine="sum"),
     )
     with refused(GraphError, "stages [0, 1] look up the same rows of 'table', but do not add them"):
-        GatherSlices(parts)(calls(CALLS, *FIRST, *LAST))
+        GatherSlices(parts)(call_graph(CALLS, *FIRST, *LAST))
 
 
 def test_the_part_of_backward_for_weights_gives_the_slices_where_there_is_one() -> None:
@@ -92,7 +92,7 @@ def test_the_part_of_backward_for_weights_gives_the_slices_where_there_is_one() 
     """
     part = SparsePart("table", 9, 0, stage=0, pair=0, combine="concat")
     assert_graph(
-        GatherSlices((part,))(calls(before, *split)),
+        GatherSlices((part,))(call_graph(before, *split)),
         before
         + """
         %stage0/gather_slices/table = gather_slices(%stage0/replica0/mb0/weights:0, %stage0/replica0/mb0/weights:1)
@@ -122,7 +122,7 @@ def test_whole_and_split_backwards_give_their_slices_in_sample_order(split: int)
     calls_of = [halves if m == split else whole for m in (0, 1)]
     before = "".join(calls_of[m].replace("M", str(m)).replace("R", str(r)) for m in (0, 1) for r in (0, 1))
     part = SparsePart("table", 9, 0, stage=0, pair=0, combine="concat")
-    gathered = GatherSlices((part,))(calls(before, *functions)).node("stage0/gather_slices/table")
+    gathered = GatherSlices((part,))(call_graph(before, *functions)).node("stage0/gather_slices/table")
     assert [str(value).removeprefix("%stage0/") for value in gathered.inputs] == [
         f"replica{r}/mb{m}/{'weights' if m == split else 'backward'}:{i + (m != split)}"
         for m in (0, 1)
@@ -138,7 +138,7 @@ def test_whole_and_split_backwards_give_their_slices_in_sample_order(split: int)
 def test_every_pair_of_slices_and_indices_is_gathered(parts: tuple[SparsePart, ...]) -> None:
     said = "the stages give slices [(0, 0, 'table'), (1, 0, 'table')] (stage, pair, variable), but the pass gathers ["
     with refused(GraphError, said):
-        GatherSlices(parts)(calls(CALLS, *FIRST, *LAST))
+        GatherSlices(parts)(call_graph(CALLS, *FIRST, *LAST))
 
 
 def test_the_ports_of_slices_are_paired_with_those_of_their_indices() -> None:

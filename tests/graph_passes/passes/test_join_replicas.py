@@ -16,7 +16,7 @@ from dapple_tf.graph_passes.passes.place import Place
 from dapple_tf.graph_passes.passes.project import parse_exchange_name
 from dapple_tf.graph_passes.passes.split_concat import SplitConcat
 from dapple_tf.graph_passes.passes.verify_ranks import verify_ranks
-from tests.graph_passes.builders import assert_graph, calls, function, joining, two_stages
+from tests.graph_passes.builders import assert_graph, call_graph, function, two_stages, with_join
 from tests.graph_passes.whole import Kind, X, kinds, passes_of, ranks_of, whole_graph
 
 ONE = """
@@ -32,9 +32,9 @@ ONE = """
 
 
 def test_a_call_becomes_a_node_for_each_part_and_takes_what_all_replicas_join() -> None:
-    whole = joining(function("stage0/forward", "arg x", "loss loss"))
+    whole = with_join(function("stage0/forward", "arg x", "loss loss"))
     assert_graph(
-        JoinReplicas()(calls(ONE, whole)),
+        JoinReplicas()(call_graph(ONE, whole)),
         """
         inputs %x
         %x = input() -> (float32[?,4])
@@ -61,7 +61,7 @@ def test_a_call_becomes_a_node_for_each_part_and_takes_what_all_replicas_join() 
 
 
 def staged(*replicas: int) -> Graph:
-    return SplitConcat(replicas)(Microbatch(2, 2)(calls(X, *map(joining, two_stages()))))
+    return SplitConcat(replicas)(Microbatch(2, 2)(call_graph(X, *map(with_join, two_stages()))))
 
 
 def test_a_stage_with_one_replica_calls_whole_functions() -> None:

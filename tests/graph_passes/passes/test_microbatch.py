@@ -10,7 +10,7 @@ from dapple_tf.errors import GraphError
 from dapple_tf.graph_passes.ir.graph import DType, Graph, Shape, TensorType, tensor
 from dapple_tf.graph_passes.ir.verify import verify
 from dapple_tf.graph_passes.passes.microbatch import Microbatch, merge_kind
-from tests.graph_passes.builders import assert_graph, calls, function, refused, two_stages
+from tests.graph_passes.builders import assert_graph, call_graph, function, refused, two_stages
 
 X = "inputs %x\n%x = input() {index=0} -> (float32[?,4])\n"
 
@@ -29,7 +29,7 @@ MICRO_BATCH = """
 
 
 def test_two_stages_and_two_micro_batches() -> None:
-    result = Microbatch(2, 2)(calls(X, *two_stages()))
+    result = Microbatch(2, 2)(call_graph(X, *two_stages()))
     verify(result)
     assert_graph(
         result,
@@ -54,7 +54,7 @@ def test_gradients_of_weights_follow_those_of_inputs_and_take_what_they_carry() 
         function("stage1/inputs", "seed loss, stash b", "gradient h, carry c"),
         function("stage1/weights", "boundary h, seed loss, carry c, variable v", "variable v"),
     )
-    result = Microbatch(2, 1, split=frozenset({(0, 0), (1, 0)}))(calls(X, *functions))
+    result = Microbatch(2, 1, split=frozenset({(0, 0), (1, 0)}))(call_graph(X, *functions))
     verify(result)
     assert_graph(
         result,
@@ -93,7 +93,7 @@ MIXED = (
 @pytest.mark.parametrize("m", [0, 1])
 def test_only_the_micro_batches_that_are_split_are_called_twice(m: int) -> None:
     """The stage before takes the gradient from the part that gives it."""
-    result = Microbatch(2, 2, split=frozenset({(1, m)}))(calls(X, *MIXED))
+    result = Microbatch(2, 2, split=frozenset({(1, m)}))(call_graph(X, *MIXED))
     verify(result)
     whole, split = (MICRO_BATCH.replace("M", str(other)) for other in (1 - m, m))
     call = """
@@ -130,7 +130,7 @@ def test_an_argument_is_sliced_in_each_stage_that_takes_it() -> None:
         function("stage1/backward", "arg y int32[?], arg x, seed loss", "variable v"),
     )
     text = "inputs %x %y\n%x = input() -> (float32[?,4])\n%y = input() -> (int32[?])"
-    result = Microbatch(2, 1)(calls(text, *functions))
+    result = Microbatch(2, 1)(call_graph(text, *functions))
     last = result.node("stage1/replica0/mb0/slice")
     assert list(map(str, last.inputs)) == ["%batch/size:0", "%y:0", "%x:0"]
     assert last.outputs == (tensor("float64"), tensor("int32", None), tensor("float32", None, 4))
@@ -149,7 +149,7 @@ def test_aux_outputs_are_merged_by_kind_where_they_are_computed() -> None:
         function("stage1/forward", "boundary h", "loss loss, aux 0 float32[?]"),
         function("stage1/backward", "seed loss"),
     )
-    result = Microbatch(2, 1, ("concat", "sum"))(calls(X, *functions))
+    result = Microbatch(2, 1, ("concat", "sum"))(call_graph(X, *functions))
     merged = "\n".join(
         f"{node.name} {node.string('kind')} {node.inputs[0]} {node.inputs[1]}" for node in result.nodes[-3:]
     )
@@ -162,18 +162,18 @@ def test_aux_outputs_are_merged_by_kind_where_they_are_computed() -> None:
 
 
 def test_the_number_of_nodes_is_proportional_to_stages_times_micro_batches() -> None:
-    sizes = [len(Microbatch(2, m)(calls(X, *two_stages())).nodes) for m in (1, 2, 5)]
+    sizes = [len(Microbatch(2, m)(call_graph(X, *two_stages())).nodes) for m in (1, 2, 5)]
     assert sizes == [3 + 7, 3 + 14, 3 + 35]
 
 
 def test_a_pipeline_without_arguments_is_refused() -> None:
     with refused(GraphError, "a pipeline needs at least one batched argument"):
-        Microbatch(2, 1)(calls("", *two_stages()))
+        Microbatch(2, 1)(call_graph("", *two_stages()))
 
 
 def test_no_micro_batch_is_refused() -> None:
     with refused(GraphError, "M = 0: there must be at least one micro-batch"):
-        Microbatch(2, 0)(calls(X, *two_stages()))
+        Microbatch(2, 0)(call_graph(X, *two_stages()))
 
 
 @pytest.mark.parametrize(
@@ -222,7 +222,7 @@ def inputs_of(result: Graph, name: str) -> list[str]:
 
 
 def test_what_runs_once_takes_the_whole_batch_before_the_micro_batches() -> None:
-    result = Microbatch(2, 2)(calls(X, *ONCE))
+    result = Microbatch(2, 2)(call_graph(X, *ONCE))
     verify(result)
     assert [node.name for node in result.nodes if node.op == "run_once"] == ["stage0/replica0/run_once"]
     assert inputs_of(result, "stage0/replica0/run_once") == ["x:0", "stage0/replica0/row_bounds:0"]
@@ -236,7 +236,7 @@ def test_what_runs_once_takes_the_whole_batch_before_the_micro_batches() -> None
 
 
 def test_each_micro_batch_is_given_its_row_bounds() -> None:
-    result = Microbatch(2, 2)(calls(X, *ONCE))
+    result = Microbatch(2, 2)(call_graph(X, *ONCE))
     for m in (0, 1):
         bounds = result.node(f"stage0/replica0/mb{m}/row_bounds")
         assert (bounds.integer("micro_batch"), bounds.integer("micro_batches")) == (m, 2)
@@ -244,14 +244,14 @@ def test_each_micro_batch_is_given_its_row_bounds() -> None:
 
 
 def test_a_stage_that_needs_neither_has_none() -> None:
-    result = Microbatch(2, 2)(calls(X, *ONCE))
+    result = Microbatch(2, 2)(call_graph(X, *ONCE))
     assert not [node.name for node in result.nodes if node.op in ("run_once", "row_bounds") and "stage1" in node.name]
-    plain = Microbatch(2, 2)(calls(X, *two_stages()))
+    plain = Microbatch(2, 2)(call_graph(X, *two_stages()))
     assert not [node.name for node in plain.nodes if node.op in ("run_once", "row_bounds")]
 
 
 def test_backward_of_a_sum_starts_from_one() -> None:
-    result = Microbatch(2, 2, loss="sum")(calls(X, *two_stages()))
+    result = Microbatch(2, 2, loss="sum")(call_graph(X, *two_stages()))
     verify(result)
     seeds = [node for node in result.nodes if node.op == "loss_gradient"]
     assert [node.name for node in seeds] == [f"stage1/replica0/mb{m}/seed" for m in (0, 1)]
@@ -261,7 +261,7 @@ def test_backward_of_a_sum_starts_from_one() -> None:
 
 def test_aux_outputs_are_merged_as_they_are_told() -> None:
     functions = (*two_stages()[:2], function("stage1/forward", "boundary h, variable v", LOSS_AND_AUX), two_stages()[3])
-    result = Microbatch(2, 2, aux=("first", "sum"))(calls(X, *functions))
+    result = Microbatch(2, 2, aux=("first", "sum"))(call_graph(X, *functions))
     assert [result.node(f"aux/{i}").string("kind") for i in (0, 1)] == ["first", "sum"]
     assert result.node("aux/0").op == "merge"
 
@@ -272,13 +272,13 @@ LOSS_AND_AUX = "loss loss, stash b, aux 0 int32[], aux 1 int32[]"
 @pytest.mark.parametrize("options", [{"loss": "max"}, {"aux": ("last",)}])
 def test_unknown_merges_are_refused(options: Any) -> None:
     with refused(GraphError, "merged by one of concat, mean, sum, first, not by"):
-        Microbatch(2, 2, **options)(calls(X, *two_stages()))
+        Microbatch(2, 2, **options)(call_graph(X, *two_stages()))
 
 
 @pytest.mark.parametrize("loss", ["mean", "sum"])
 def test_backward_starts_from_the_loss_scale_where_the_optimizer_scales_the_loss(loss: Any) -> None:
     scale = function("optimizer/loss_scale", "variable scale", "combined s float32[]")
-    result = Microbatch(2, 2, loss=loss)(calls(X, *two_stages(), scale))
+    result = Microbatch(2, 2, loss=loss)(call_graph(X, *two_stages(), scale))
     verify(result)
     assert (result.node("optimizer/loss_scale").op, result.node("optimizer/loss_scale").inputs) == ("loss_scale", ())
     share = ["%stage1/replica0/mb1/slice:0"] if loss == "mean" else []
@@ -287,7 +287,7 @@ def test_backward_starts_from_the_loss_scale_where_the_optimizer_scales_the_loss
 
 
 def test_given_sizes_are_an_attribute_of_what_cuts_the_batch() -> None:
-    result = Microbatch(2, 2, sizes=(2, 6))(calls(X, *two_stages()))
+    result = Microbatch(2, 2, sizes=(2, 6))(call_graph(X, *two_stages()))
     verify(result)
     sized = MICRO_BATCH.replace("replicas=1", "replicas=1, sizes=[2, 6]")
     assert_graph(
@@ -302,10 +302,10 @@ def test_given_sizes_are_an_attribute_of_what_cuts_the_batch() -> None:
         outputs %loss:0
         """,
     )
-    bounds = Microbatch(2, 2, sizes=(2, 6))(calls(X, *ONCE)).node("stage0/replica0/mb1/row_bounds")
+    bounds = Microbatch(2, 2, sizes=(2, 6))(call_graph(X, *ONCE)).node("stage0/replica0/mb1/row_bounds")
     assert bounds.integers("sizes") == (2, 6)
 
 
 def test_another_number_of_sizes_is_refused() -> None:
     with pytest.raises(GraphError, match="M = 2, but there are 3 sizes of micro-batches: give one for each"):
-        Microbatch(2, 2, sizes=(1, 2, 3))(calls(X, *two_stages()))
+        Microbatch(2, 2, sizes=(1, 2, 3))(call_graph(X, *two_stages()))

@@ -11,7 +11,7 @@ from dapple_tf.graph_passes.ir.graph import Function, Port
 from dapple_tf.graph_passes.ir.text import parse_type
 from dapple_tf.graph_passes.passes.allreduce import AllReduce
 from dapple_tf.graph_passes.passes.overlap import READS, Overlap, cut_buckets, order_gradients
-from tests.graph_passes.builders import assert_graph, calls, function, graph, ports, refused
+from tests.graph_passes.builders import assert_graph, call_graph, function, graph, ports, refused
 
 FORWARD = function("stage0/forward", "arg x, variable u, variable v, variable w", "loss loss")
 # 16 bytes each; forward uses u first and w last.
@@ -91,7 +91,7 @@ def before_and_after(*split: int) -> tuple[str, str]:
 
 def test_where_backward_is_split_the_last_weight_gradients_are_in_buckets() -> None:
     before, after = before_and_after(0, 1)
-    result = Overlap(32)(calls(before, FORWARD, INPUTS, WEIGHTS))
+    result = Overlap(32)(call_graph(before, FORWARD, INPUTS, WEIGHTS))
     assert_graph(result, after)
     assert [f.name for f in result.functions][1:] == ["stage0/inputs", "stage0/weights", "stage0/last_weights"]
 
@@ -99,7 +99,7 @@ def test_where_backward_is_split_the_last_weight_gradients_are_in_buckets() -> N
 @pytest.mark.parametrize(("split", "copied"), [(0, "backward"), (1, "weights")])
 def test_the_last_micro_batch_s_kind_of_backward_says_which_function_is_copied(split: int, copied: str) -> None:
     before, after = before_and_after(split)
-    result = Overlap(32)(calls(before, FORWARD, BACKWARD, INPUTS, WEIGHTS))
+    result = Overlap(32)(call_graph(before, FORWARD, BACKWARD, INPUTS, WEIGHTS))
     assert_graph(result, after)
     names = ["stage0/backward", "stage0/inputs", "stage0/weights", f"stage0/last_{copied}"]
     assert [f.name for f in result.functions][1:] == names
@@ -110,7 +110,7 @@ def test_the_part_for_gradients_of_inputs_is_not_inlined() -> None:
     inputs = """
         %stage0/replica0/mb1/inputs = inputs() {call} -> (float32[?,4], float32[?,4])
     """
-    result = Overlap(32)(calls(before + inputs, FORWARD, BACKWARD, INPUTS, WEIGHTS))
+    result = Overlap(32)(call_graph(before + inputs, FORWARD, BACKWARD, INPUTS, WEIGHTS))
     assert not result.node("stage0/replica0/mb1/inputs").has("inline")
     assert result.node("stage0/replica0/mb1/weights").has("inline")
 
@@ -126,14 +126,14 @@ def test_each_stage_s_last_micro_batch_is_looked_at_alone() -> None:
         for stage in (0, 1)
         for function in (FORWARD, BACKWARD, INPUTS, WEIGHTS)
     ]
-    result = Overlap(32)(calls(first + second, *functions))
+    result = Overlap(32)(call_graph(first + second, *functions))
     assert_graph(result, first_after + second_after)
     assert [f.name for f in result.functions if "last" in f.name] == ["stage0/last_backward", "stage1/last_weights"]
 
 
 def test_the_last_micro_batch_is_summed_in_buckets_and_each_is_reduced_alone() -> None:
     before, after = before_and_after()
-    result = Overlap(32)(calls(before, FORWARD, BACKWARD))
+    result = Overlap(32)(call_graph(before, FORWARD, BACKWARD))
     assert_graph(result, after)
     copy = result.function("stage0/last_backward")
     assert (copy.inputs, copy.outputs, copy.graph.nodes) == (BACKWARD.inputs, BACKWARD.outputs, BACKWARD.graph.nodes)
@@ -168,21 +168,21 @@ def test_a_single_micro_batch_is_passed_on_in_buckets_and_needs_no_function_of_i
         | {{bucket=2, replica={r}, stage=0, variables=['u']}} -> (float32[4])
     """
     before = "".join(calls_of(0, r) + given.format(r=r) for r in (0, 1))
-    result = Overlap(1)(calls(before, FORWARD, BACKWARD))
+    result = Overlap(1)(call_graph(before, FORWARD, BACKWARD))
     assert_graph(result, "".join(calls_of(0, r, inline="inline=True, ") + cut.format(r=r) for r in (0, 1)))
     assert [f.name for f in result.functions] == ["stage0/forward", "stage0/backward"]
 
 
 def test_a_stage_of_one_replica_has_nothing_to_reduce_and_stays_as_it_is() -> None:
     before = calls_of(0, 0) + sum_of(0, 0) + calls_of(1, 0) + sum_of(1, 0) + sums(0)
-    unchanged = Overlap(1)(calls(before, FORWARD, BACKWARD))
+    unchanged = Overlap(1)(call_graph(before, FORWARD, BACKWARD))
     assert_graph(unchanged, before)
     assert len(unchanged.functions) == 2
 
 
 def test_a_replicated_stage_without_gradients_stays_as_it_is() -> None:
     text = "".join(calls_of(0, r).replace(" -> (float32[4], float32[4], float32[4])", "") for r in (0, 1))
-    before = calls(text, FORWARD, function("stage0/backward", "seed loss"))
+    before = call_graph(text, FORWARD, function("stage0/backward", "seed loss"))
     assert Overlap()(before) == before
 
 
@@ -190,7 +190,9 @@ def test_a_replicated_stage_without_gradients_stays_as_it_is() -> None:
 
 
 def test_gradients_that_are_in_buckets_already_are_refused() -> None:
-    before = calls("".join(calls_of(0, r) + sum_of(0, r) + calls_of(1, r) + sum_of(1, r) + sums(r) for r in (0, 1)))
+    before = call_graph(
+        "".join(calls_of(0, r) + sum_of(0, r) + calls_of(1, r) + sum_of(1, r) + sums(r) for r in (0, 1))
+    )
     once = Overlap(32)(before.replace(functions=(FORWARD, BACKWARD)))
     with refused(GraphError, "the gradients are in buckets already: run the overlap pass once"):
         Overlap(32)(once)

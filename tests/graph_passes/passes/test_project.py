@@ -14,7 +14,7 @@ from dapple_tf.graph_passes.ir.verify import verify
 from dapple_tf.graph_passes.passes.expose_gradients import ExposeGradients, exposed_gradients
 from dapple_tf.graph_passes.passes.project import Project, parse_exchange_name
 from dapple_tf.graph_passes.passes.verify_ranks import verify_ranks
-from tests.graph_passes.builders import assert_graph, calls, graph, refused, two_stages
+from tests.graph_passes.builders import assert_graph, call_graph, graph, refused, two_stages
 from tests.graph_passes.whole import Kind, graph_for_ranks, kinds, ranks_of, whole_graph
 
 # --- before and after
@@ -31,7 +31,7 @@ CHAIN = """
 
 
 def test_an_edge_between_stages_becomes_an_exchange_on_both_ranks() -> None:
-    before = calls(CHAIN, *two_stages())
+    before = call_graph(CHAIN, *two_stages())
     first, second = (Project(((0,), (1,)), rank)(before) for rank in (0, 1))
     assert_graph(
         first,
@@ -291,7 +291,7 @@ def test_a_tensor_of_unknown_rank_cannot_be_sent() -> None:
 )
 def test_every_replica_needs_a_rank(ranks: tuple[tuple[int, ...], ...], said: str) -> None:
     with refused(GraphError, said):
-        Project(ranks, 0)(calls(CHAIN, *two_stages()))
+        Project(ranks, 0)(call_graph(CHAIN, *two_stages()))
 
 
 @pytest.mark.parametrize("ranks", [((0, 1), (1, 0)), ((0, 1), (1, 2))])

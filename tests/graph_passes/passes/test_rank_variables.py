@@ -6,7 +6,7 @@ from dapple_tf.graph_passes.ir.graph import Function, Graph
 from dapple_tf.graph_passes.ir.text import parse_type
 from dapple_tf.graph_passes.ir.verify import verify
 from dapple_tf.graph_passes.passes.rank_variables import RankVariables
-from tests.graph_passes.builders import assert_graph, calls, function
+from tests.graph_passes.builders import assert_graph, call_graph, function
 
 TYPES = tuple((name, parse_type(kind)) for name, kind in (("n", "int64[]"), ("t", "float32[9]"), ("w", "float32[4]")))
 
@@ -20,7 +20,7 @@ PLAIN = (function("stage0/forward", "variable w"), function("stage0/backward"))
 
 
 def on_ranks(text: str, *functions: Function, ranks: tuple[tuple[int, ...], ...] = ((0, 1), (2, 3))) -> Graph:
-    result = RankVariables(TYPES, ranks)(calls(text, *functions))
+    result = RankVariables(TYPES, ranks)(call_graph(text, *functions))
     verify(result)
     return result
 

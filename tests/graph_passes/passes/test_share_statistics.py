@@ -9,7 +9,7 @@ from dapple_tf.graph_passes.passes.base import run_passes
 from dapple_tf.graph_passes.passes.project import Project
 from dapple_tf.graph_passes.passes.share_statistics import ShareStatistics
 from dapple_tf.graph_passes.passes.verify_ranks import verify_ranks
-from tests.graph_passes.builders import assert_graph, calls, function, functions_of
+from tests.graph_passes.builders import assert_graph, call_graph, function, functions_of
 
 FORWARD = function("stage0/forward", "arg x, once %count:0 float32[], once %draw:0 int64[]", "loss loss")
 COUNT = """
@@ -43,7 +43,7 @@ TWO = """
 
 
 def two_replicas(once: str = COUNT) -> Graph:
-    return calls(TWO, FORWARD, *functions_of(once))
+    return call_graph(TWO, FORWARD, *functions_of(once))
 
 
 def test_the_first_replica_computes_statistics_and_each_what_does_not_depend_on_rows() -> None:
@@ -114,5 +114,5 @@ def test_a_function_that_cannot_be_cut_stays_whole(once: str) -> None:
 
 def test_a_stage_of_one_replica_stays_as_it_is() -> None:
     text = TWO[: TWO.index("    %stage0/replica1/run_once")] + "    outputs %stage0/replica0/mb0/forward:0\n"
-    before = calls(text, FORWARD, *functions_of(COUNT))
+    before = call_graph(text, FORWARD, *functions_of(COUNT))
     assert ShareStatistics()(before) == before

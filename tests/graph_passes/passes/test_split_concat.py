@@ -15,7 +15,7 @@ from dapple_tf.graph_passes.ir.graph import Graph, Node, Value
 from dapple_tf.graph_passes.ir.verify import verify
 from dapple_tf.graph_passes.passes.microbatch import Microbatch
 from dapple_tf.graph_passes.passes.split_concat import SplitConcat, overlaps
-from tests.graph_passes.builders import assert_graph, calls, function, refused, two_stages
+from tests.graph_passes.builders import assert_graph, call_graph, function, refused, two_stages
 
 X = "inputs %x\n%x = input() -> (float32[?,4])\n"
 
@@ -49,7 +49,7 @@ HEAD = """
 
 def test_many_to_one_concatenates_each_tensor_on_its_batch_axis() -> None:
     assert_graph(
-        SplitConcat((2, 1))(calls(BEFORE)),
+        SplitConcat((2, 1))(call_graph(BEFORE)),
         f"""
         {HEAD}
         {FIRST_TWICE}
@@ -64,7 +64,7 @@ def test_many_to_one_concatenates_each_tensor_on_its_batch_axis() -> None:
 
 def test_one_to_many_splits_each_tensor_on_its_batch_axis() -> None:
     assert_graph(
-        SplitConcat((1, 2))(calls(BEFORE)),
+        SplitConcat((1, 2))(call_graph(BEFORE)),
         f"""
         {BEFORE[: BEFORE.index("%stage1")]}
         %stage0/replica0/mb0/split_forward = split(%batch/size:0, %stage0/replica0/mb0/forward:0,
@@ -79,13 +79,13 @@ def test_one_to_many_splits_each_tensor_on_its_batch_axis() -> None:
 
 
 def test_splits_have_the_given_sizes_of_micro_batches() -> None:
-    before = Microbatch(2, 2, sizes=(1, 3))(calls(X, *two_stages()))
+    before = Microbatch(2, 2, sizes=(1, 3))(call_graph(X, *two_stages()))
     result = SplitConcat((2, 3))(before)
     verify(result)
     splits = [node for node in result.nodes if node.op == "split"]
     assert len(splits) == 6  # of both replicas forward, of the middle one of three backward, in two micro-batches
     assert {(node.integer("micro_batches"), node.integers("sizes")) for node in splits} == {(2, (1, 3))}
-    plain = SplitConcat((2, 3))(Microbatch(2, 2)(calls(X, *two_stages())))
+    plain = SplitConcat((2, 3))(Microbatch(2, 2)(call_graph(X, *two_stages())))
     assert not any(node.has("sizes") for node in plain.nodes)
 
 
@@ -96,7 +96,7 @@ def test_each_replica_waits_for_what_it_runs_once_itself() -> None:
         %stage0/replica0/run_once = run_once(%x:0) {place}
         %stage0/replica0/mb0/forward = forward(%x:0) {place} -> (float32[]) ^%stage0/replica0/run_once "once"
     """
-    result = SplitConcat((3,))(calls(text))
+    result = SplitConcat((3,))(call_graph(text))
     for replica in range(3):
         (control,) = result.node(f"stage0/replica{replica}/mb0/forward").controls
         assert control.source == f"stage0/replica{replica}/run_once"
@@ -104,7 +104,7 @@ def test_each_replica_waits_for_what_it_runs_once_itself() -> None:
 
 def test_equal_counts_are_connected_one_to_one_without_extra_nodes() -> None:
     assert_graph(
-        SplitConcat((2, 2))(calls(BEFORE)),
+        SplitConcat((2, 2))(call_graph(BEFORE)),
         f"""
         {HEAD}
         {FIRST_TWICE}
@@ -117,7 +117,7 @@ def test_equal_counts_are_connected_one_to_one_without_extra_nodes() -> None:
 
 
 def test_loss_gathers_each_replica_with_its_weight_in_sample_order() -> None:
-    result = SplitConcat((1, 2))(Microbatch(2, 2)(calls(X, *two_stages())))
+    result = SplitConcat((1, 2))(Microbatch(2, 2)(call_graph(X, *two_stages())))
     assert list(map(str, result.node("loss").inputs)) == [
         f"%stage1/replica{replica}/mb{m}/{what}:0"
         for m in (0, 1)
@@ -133,7 +133,7 @@ def test_a_tensor_without_a_batch_axis_cannot_be_split() -> None:
         function("stage1/forward", "boundary %table:0 float32[9,4]", "loss loss"),
         function("stage1/backward", "seed loss"),
     )
-    before = Microbatch(2, 1)(calls(X, *functions))
+    before = Microbatch(2, 1)(call_graph(X, *functions))
     verify(SplitConcat((2, 2))(before))
     with refused(
         PartitionError,
@@ -167,7 +167,7 @@ CALLS = """
 
 def test_one_to_many_sends_shared_tensors_whole_and_adds_their_gradients() -> None:
     assert_graph(
-        SplitConcat((1, 2), SHARED)(calls(CALLS, *SHARING)),
+        SplitConcat((1, 2), SHARED)(call_graph(CALLS, *SHARING)),
         f"""
         {CALLS[: CALLS.index("%stage1")]}
         %stage0/replica0/mb0/split_forward = split(%batch/size:0, %stage0/replica0/mb0/forward:0)
@@ -189,7 +189,7 @@ def test_one_to_many_sends_shared_tensors_whole_and_adds_their_gradients() -> No
 
 
 def test_many_to_one_takes_shared_tensors_from_the_first_replica_and_sends_their_gradients_there() -> None:
-    result = SplitConcat((2, 1), SHARED)(calls(CALLS, *SHARING))
+    result = SplitConcat((2, 1), SHARED)(call_graph(CALLS, *SHARING))
     texts = {node.name: " ".join(map(str, node.inputs)) for node in result.nodes}
     assert texts["stage1/replica0/mb0/forward"] == (
         "%stage1/replica0/mb0/concat_forward:0 %stage0/replica0/mb0/forward:1 %stage0/replica0/mb0/forward:2"
@@ -204,13 +204,13 @@ def test_many_to_one_takes_shared_tensors_from_the_first_replica_and_sends_their
 
 
 def test_equal_counts_are_connected_one_to_one_for_shared_tensors_too() -> None:
-    plain, shared = (SplitConcat((2, 2), names)(calls(CALLS, *SHARING)) for names in (frozenset[str](), SHARED))
+    plain, shared = (SplitConcat((2, 2), names)(call_graph(CALLS, *SHARING)) for names in (frozenset[str](), SHARED))
     assert plain == shared
 
 
 def test_a_scalar_that_depends_on_the_batch_cannot_be_split() -> None:
     with refused(PartitionError, "t crosses between stage 0 and its neighbour", "its shape is ()"):
-        SplitConcat((1, 2), frozenset({"n"}))(calls(CALLS, *SHARING))
+        SplitConcat((1, 2), frozenset({"n"}))(call_graph(CALLS, *SHARING))
 
 
 ROUTED = (
@@ -225,7 +225,7 @@ ROUTED = (
 
 @given(st.tuples(st.integers(1, 4), st.integers(1, 4), st.integers(1, 4)), st.integers(1, 2))
 def test_each_part_of_a_shared_gradient_arrives_at_one_replica(replicas: tuple[int, int, int], m: int) -> None:
-    result = SplitConcat(replicas, frozenset({"t"}))(Microbatch(3, m)(calls(X, *ROUTED)))
+    result = SplitConcat(replicas, frozenset({"t"}))(Microbatch(3, m)(call_graph(X, *ROUTED)))
     verify(result)
     parts: dict[Value, list[str]] = {}  # of the gradient of t: the calls that it comes from
     arrived: list[str] = []
@@ -245,14 +245,14 @@ def test_each_part_of_a_shared_gradient_arrives_at_one_replica(replicas: tuple[i
 
 
 def test_stages_that_are_replicated_already_are_refused() -> None:
-    replicated = SplitConcat((1, 2))(Microbatch(2, 1)(calls(X, *two_stages())))
+    replicated = SplitConcat((1, 2))(Microbatch(2, 1)(call_graph(X, *two_stages())))
     with refused(PartitionError, "the stages have (1, 2) replicas already"):
         SplitConcat((1, 2))(replicated)
 
 
 @pytest.mark.parametrize("replicas", [(1,), (1, 2, 1), (1, 0)])
 def test_a_replica_count_for_each_stage_is_required(replicas: tuple[int, ...]) -> None:
-    before = Microbatch(2, 1)(calls(X, *two_stages()))
+    before = Microbatch(2, 1)(call_graph(X, *two_stages()))
     with refused(PartitionError, f"replicas {replicas} do not give each of 2 stages at least one device"):
         SplitConcat(replicas)(before)
 
@@ -327,7 +327,7 @@ THREE_STAGES = (
     st.integers(1, 30),
 )
 def test_every_call_takes_exactly_its_own_rows_in_order(replicas: tuple[int, ...], m: int, size: int) -> None:
-    result = SplitConcat(replicas)(Microbatch(3, m)(calls(X, *THREE_STAGES)))
+    result = SplitConcat(replicas)(Microbatch(3, m)(call_graph(X, *THREE_STAGES)))
     verify(result)
     taken = run_rows(result, size, m, replicas)
     assert len(taken) == 2 * m * sum(replicas)
@@ -343,7 +343,7 @@ PARTS = st.lists(st.integers(1, 5), min_size=1, max_size=4).map(tuple)
 def test_every_call_takes_exactly_its_own_rows_of_unequal_shares(parts: Shares, m: int, size: int) -> None:
     replicas = tuple(map(len, parts))
     shares = tuple(whole_shares(own) for own in parts)
-    result = SplitConcat(replicas, shares=shares)(Microbatch(3, m)(calls(X, *THREE_STAGES)))
+    result = SplitConcat(replicas, shares=shares)(Microbatch(3, m)(call_graph(X, *THREE_STAGES)))
     verify(result)
     for name, rows in run_rows(result, size, m, replicas, parts).items():
         wanted = list(rows_of(result.node(name), size, m, replicas, parts))
@@ -352,7 +352,7 @@ def test_every_call_takes_exactly_its_own_rows_of_unequal_shares(parts: Shares, 
 
 def test_shares_are_attributes_of_slices_splits_and_forwards() -> None:
     assert_graph(
-        SplitConcat((2, 2), shares=((3, 1), ()))(calls(BEFORE)),
+        SplitConcat((2, 2), shares=((3, 1), ()))(call_graph(BEFORE)),
         f"""
         {HEAD}
         %stage0/replica0/mb0/slice = slice(%batch/size:0, %x:0) {{place, micro_batches=1, replicas=2, shares=[3, 1]}}
@@ -379,20 +379,20 @@ def test_shares_are_attributes_of_slices_splits_and_forwards() -> None:
 
 
 def test_equal_counts_and_shares_are_connected_one_to_one() -> None:
-    result = SplitConcat((2, 2), shares=((3, 1), (3, 1)))(calls(BEFORE))
+    result = SplitConcat((2, 2), shares=((3, 1), (3, 1)))(call_graph(BEFORE))
     assert not any(node.op in ("split", "concat") for node in result.nodes)
-    assert SplitConcat((2, 2), shares=((), ()))(calls(BEFORE)) == SplitConcat((2, 2))(calls(BEFORE))
+    assert SplitConcat((2, 2), shares=((), ()))(call_graph(BEFORE)) == SplitConcat((2, 2))(call_graph(BEFORE))
 
 
 @pytest.mark.parametrize("shares", [((1,), ()), ((1, 0), ())])
 def test_wrong_shares_are_refused(shares: Shares) -> None:
     with pytest.raises(PartitionError, match=r"stage 0 has 2 replicas, and the shares .*: give one above 0 for each"):
-        SplitConcat((2, 1), shares=shares)(calls(BEFORE))
+        SplitConcat((2, 1), shares=shares)(call_graph(BEFORE))
 
 
 @given(st.integers(1, 4), st.integers(1, 4), st.integers(0, 40))
 def test_the_slices_of_a_stage_cover_the_batch_exactly_once(r: int, m: int, size: int) -> None:
-    result = SplitConcat((r,))(Microbatch(1, m)(calls(X, *ONE_STAGE)))
+    result = SplitConcat((r,))(Microbatch(1, m)(call_graph(X, *ONE_STAGE)))
     slices = [node for node in result.nodes if node.op == "slice"]
     places = [(node.integer("micro_batch"), node.integer("replica")) for node in slices]
     assert places == [(i, j) for i in range(m) for j in range(r)]

@@ -10,7 +10,7 @@ from dapple_tf.graph_passes.ir.graph import Function
 from dapple_tf.graph_passes.ir.text import print_graph
 from dapple_tf.graph_passes.ir.verify import verify
 from dapple_tf.graph_passes.passes.split_weights import SplitWeights, split_function
-from tests.graph_passes.builders import calls, function, functions_of, graph
+from tests.graph_passes.builders import call_graph, function, functions_of, graph
 
 # y = reshape(h) @ w + b of a stage that is sent h: what comes back for y is needed for h, for w, and is b's.
 DENSE = """
@@ -160,7 +160,7 @@ def dense_stage(stage: int) -> tuple[Function, Function, Function]:
 
 def test_the_pass_splits_every_backward_and_nothing_else() -> None:
     forward, backward, update = dense_stage(0)
-    before = calls("%x = input() -> (float32[?])", forward, backward, update)
+    before = call_graph("%x = input() -> (float32[?])", forward, backward, update)
     after = SplitWeights(frozenset({(0, 0), (0, 1)}), 2)(before)
     assert after.function_by_name.keys() == {"stage0/forward", "stage0/inputs", "stage0/weights", "stage0/update"}
     assert after.function("stage0/forward") == forward
@@ -171,7 +171,7 @@ def test_the_pass_splits_every_backward_and_nothing_else() -> None:
 def test_a_stage_keeps_the_backward_that_some_micro_batches_run_whole() -> None:
     """Stage 0 splits both of its backwards, stage 1 one of two, and stage 2 none."""
     stages = [dense_stage(stage) for stage in range(3)]
-    before = calls("", *(function for stage in stages for function in stage))
+    before = call_graph("", *(function for stage in stages for function in stage))
     after = SplitWeights(frozenset({(0, 0), (0, 1), (1, 1)}), 2)(before)
     verify(after)
     assert [function.name for function in after.functions] == [
@@ -190,7 +190,7 @@ def test_a_variable_that_forward_writes_is_read_in_the_first_part() -> None:
     (backward,) = functions_of(ACTING.replace("ACT", "%s = ReadVariableOp(%variable/0:0) -> (float32[?,4]) !read"))
     forward = function("stage0/forward", "arg x, variable n", "loss loss", writes=["n"])
     renamed = dataclasses.replace(backward, name="stage0/backward")
-    after = SplitWeights(frozenset({(0, 0)}), 1)(calls("", forward, renamed))
+    after = SplitWeights(frozenset({(0, 0)}), 1)(call_graph("", forward, renamed))
     assert "s" in after.function("stage0/inputs").graph.by_name
     assert "s" not in after.function("stage0/weights").graph.by_name
 

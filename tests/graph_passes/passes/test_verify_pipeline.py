@@ -7,7 +7,7 @@ import pytest
 from dapple_tf.errors import GraphError
 from dapple_tf.graph_passes.passes.verify_pipeline import VerifyPipeline
 from dapple_tf.graph_passes.schedules.spec import ScheduleSpec
-from tests.graph_passes.builders import calls, function, refused
+from tests.graph_passes.builders import call_graph, function, refused
 
 FUNCTIONS = (function("stage0/forward", "", "stash a"), function("stage0/backward", "stash a", "variable w"))
 
@@ -27,16 +27,16 @@ GOOD = """
 
 def verify(text: str) -> None:
     """Verify the graph for one stage and one micro-batch."""
-    VerifyPipeline(ScheduleSpec.parse("dapple-a").build(1, 1))(calls(text, *FUNCTIONS))
+    VerifyPipeline(ScheduleSpec.parse("dapple-a").build(1, 1))(call_graph(text, *FUNCTIONS))
 
 
 def test_a_schedule_of_other_stages_is_refused() -> None:
     with refused(GraphError, "the schedule has 2 stages, the graph 1"):
-        VerifyPipeline(ScheduleSpec.parse("dapple-a").build(2, 1))(calls(GOOD, *FUNCTIONS))
+        VerifyPipeline(ScheduleSpec.parse("dapple-a").build(2, 1))(call_graph(GOOD, *FUNCTIONS))
 
 
 def test_a_finished_pipeline_passes_unchanged() -> None:
-    before = calls(GOOD, *FUNCTIONS)
+    before = call_graph(GOOD, *FUNCTIONS)
     assert VerifyPipeline(ScheduleSpec.parse("dapple-a").build(1, 1))(before) == before
 
 
@@ -107,14 +107,14 @@ TWO = """
 
 
 def test_gradients_reach_the_update_through_accumulation() -> None:
-    before = calls(TWO, *FUNCTIONS)
+    before = call_graph(TWO, *FUNCTIONS)
     assert VerifyPipeline(ScheduleSpec.parse("dapple-a").build(1, 2))(before) == before
 
 
 def test_a_micro_batch_that_is_missing_from_the_sum_is_refused() -> None:
     lost = TWO.replace("| ^%stage0/replica0/mb0/accumulate 'accumulate: micro-batch 1 after 0'", "")
     with refused(GraphError, "the gradient of 'w' from 'stage0/replica0/mb0/backward' reaches no update"):
-        VerifyPipeline(ScheduleSpec.parse("dapple-a").build(1, 2))(calls(lost, *FUNCTIONS))
+        VerifyPipeline(ScheduleSpec.parse("dapple-a").build(1, 2))(call_graph(lost, *FUNCTIONS))
 
 
 TWO_BUCKETS = """
@@ -143,7 +143,7 @@ def test_a_sum_that_is_read_or_added_to_too_early_is_refused() -> None:
     functions = (FUNCTIONS[0], function("stage0/backward", "stash a", "variable w, variable v"))
     schedule = ScheduleSpec.parse("dapple-a").build(1, 2)
     overlapped = TWO_BUCKETS
-    VerifyPipeline(schedule)(calls(overlapped, *functions))
+    VerifyPipeline(schedule)(call_graph(overlapped, *functions))
     for edge, said in [
         (
             " ^%stage0/replica0/mb0/accumulate 'second'",
@@ -157,7 +157,7 @@ def test_a_sum_that_is_read_or_added_to_too_early_is_refused() -> None:
     ]:
         assert overlapped.count(edge) == 1
         with refused(GraphError, f"no edge makes {said}"):
-            VerifyPipeline(schedule)(calls(overlapped.replace(edge, ""), *functions))
+            VerifyPipeline(schedule)(call_graph(overlapped.replace(edge, ""), *functions))
 
 
 def test_an_inlined_backward_whose_reads_may_run_before_forward_is_refused() -> None:
@@ -188,7 +188,7 @@ SPLIT_GOOD = """
 
 
 def verify_split(text: str) -> None:
-    VerifyPipeline(ScheduleSpec.parse("zb-h1").build(1, 1))(calls(text, *SPLIT))
+    VerifyPipeline(ScheduleSpec.parse("zb-h1").build(1, 1))(call_graph(text, *SPLIT))
 
 
 @pytest.mark.parametrize(
@@ -233,9 +233,9 @@ def test_slices_that_reach_no_update_are_refused() -> None:
         %stage0/update = update(%stage0/gather_slices/w:0, %stage0/gather_slices/w:1) {place} @'a'
     """
     check = VerifyPipeline(ScheduleSpec.parse("dapple-a").build(1, 1))
-    check(calls(text, FUNCTIONS[0], backward))
+    check(call_graph(text, FUNCTIONS[0], backward))
     with refused(GraphError, "the gradient of 'w' from 'stage0/replica0/mb0/backward' reaches no update"):
-        check(calls(text.replace(", %stage0/replica0/mb0/backward:1", ""), FUNCTIONS[0], backward))
+        check(call_graph(text.replace(", %stage0/replica0/mb0/backward:1", ""), FUNCTIONS[0], backward))
 
 
 MIXED = (SPLIT[0], function("stage0/backward", "stash a", "gradient h, variable w"), *SPLIT[1:])
@@ -306,16 +306,16 @@ MIXED_GOOD = """
 )
 def test_a_damaged_pipeline_whose_backwards_are_split_and_whole_is_refused(old: str, new: str, said: str) -> None:
     check = VerifyPipeline(ScheduleSpec.parse("0F0 0F1 0I0 0B1 0W0").build(1, 2))
-    good = calls(MIXED_GOOD, *MIXED)
+    good = call_graph(MIXED_GOOD, *MIXED)
     assert check(good) == good
     assert MIXED_GOOD.count(old) == 1
     with refused(GraphError, said):
-        check(calls(MIXED_GOOD.replace(old, new), *MIXED))
+        check(call_graph(MIXED_GOOD.replace(old, new), *MIXED))
 
 
 def test_a_graph_without_updates_passes() -> None:
     text = GOOD[: GOOD.index("%stage0/update")]
-    before = calls(text, *FUNCTIONS)
+    before = call_graph(text, *FUNCTIONS)
     assert VerifyPipeline(ScheduleSpec.parse("dapple-a").build(1, 1))(before) == before
 
 
@@ -345,15 +345,15 @@ def refreshed(*replicas: int, calls_wait: bool = True) -> str:
 
 def test_a_replica_without_a_refresh_of_the_copies_that_it_uses_is_refused() -> None:
     schedule = ScheduleSpec.parse("dapple-a").build(1, 1)
-    VerifyPipeline(schedule)(calls(refreshed(0, 1), *COPYING))
+    VerifyPipeline(schedule)(call_graph(refreshed(0, 1), *COPYING))
     with refused(GraphError, "no refresh gives stage 0, replica 1 its copy of 'n'"):
-        VerifyPipeline(schedule)(calls(refreshed(0), *COPYING))
+        VerifyPipeline(schedule)(call_graph(refreshed(0), *COPYING))
 
 
 def test_a_call_that_does_not_wait_for_the_refresh_of_its_copies_is_refused() -> None:
     text = refreshed(0, 1, calls_wait=False)
     with refused(GraphError, "no control edge makes 'stage0/replica0/mb0/forward' wait for 'stage0/replica0/refresh'"):
-        VerifyPipeline(ScheduleSpec.parse("dapple-a").build(1, 1))(calls(text, *COPYING))
+        VerifyPipeline(ScheduleSpec.parse("dapple-a").build(1, 1))(call_graph(text, *COPYING))
 
 
 COUNTED = (
@@ -373,18 +373,18 @@ WITH_ONCE = """
 
 def test_what_runs_once_must_wait_for_its_copies() -> None:
     schedule = VerifyPipeline(ScheduleSpec.parse("dapple-a").build(1, 1))
-    good = calls(WITH_ONCE, *COUNTED)
+    good = call_graph(WITH_ONCE, *COUNTED)
     assert schedule(good) == good
     edge = "-> (float32[]) @'a' ^%stage0/replica0/refresh 'refresh: copies'"
     assert edge in WITH_ONCE
     with refused(GraphError, "no control edge makes 'stage0/replica0/run_once' wait for 'stage0/replica0/refresh'"):
-        schedule(calls(WITH_ONCE.replace(edge, "-> (float32[]) @'a'"), *COUNTED))
+        schedule(call_graph(WITH_ONCE.replace(edge, "-> (float32[]) @'a'"), *COUNTED))
 
 
 def test_what_runs_once_must_have_copies_of_what_it_writes() -> None:
     with refused(GraphError, "no refresh gives stage 0, replica 0 its copy of 'n'"):
         VerifyPipeline(ScheduleSpec.parse("dapple-a").build(1, 1))(
-            calls(WITH_ONCE.replace("variables=['n']", "variables=[]"), *COUNTED)
+            call_graph(WITH_ONCE.replace("variables=['n']", "variables=[]"), *COUNTED)
         )
 
 
@@ -430,7 +430,7 @@ DEFERRED = """
     ],
 )
 def test_statistics_reach_the_variables_that_are_written_from_them(old: str, new: str, said: str) -> None:
-    damaged = calls(DEFERRED.replace(old, new), *NORMALISED)
+    damaged = call_graph(DEFERRED.replace(old, new), *NORMALISED)
     check = VerifyPipeline(ScheduleSpec.parse("dapple-a").build(1, 1))
     if not said:
         assert check(damaged) == damaged

@@ -13,7 +13,7 @@ from dapple_tf.graph_passes.passes.copy_variables import CopyVariables
 from dapple_tf.graph_passes.passes.microbatch import Microbatch
 from dapple_tf.graph_passes.passes.split_concat import SplitConcat
 from dapple_tf.graph_passes.passes.write_statistics import WriteStatistics
-from tests.graph_passes.builders import calls, function, refused, two_stages
+from tests.graph_passes.builders import call_graph, function, refused, two_stages
 from tests.graph_passes.whole import Kind, X, ranks_of, whole_graph
 
 SUMS = "float64[3,4]"
@@ -38,7 +38,7 @@ def end(stage: int, *names: str) -> Function:
 
 
 def written(*ends: Function, replicas: tuple[int, int] = (1, 1)) -> Graph:
-    graph = Microbatch(2, 2)(calls(X, *functions(*ends)))
+    graph = Microbatch(2, 2)(call_graph(X, *functions(*ends)))
     return WriteStatistics()(SplitConcat(replicas)(graph))
 
 
@@ -80,7 +80,7 @@ def test_what_is_written_waits_for_all_calls_of_its_stage() -> None:
 
 
 def test_moving_statistics_have_no_copies_and_belong_to_the_stage_that_writes_them() -> None:
-    graph = SplitConcat((2, 1))(Microbatch(2, 2)(calls(X, *functions(end(0, "a"), end(1, "b")))))
+    graph = SplitConcat((2, 1))(Microbatch(2, 2)(call_graph(X, *functions(end(0, "a"), end(1, "b")))))
     variables = find_variables(graph)
     assert (variables.owner("m0"), variables.owner("m1"), variables.at_end) == (0, 1, {"m0", "m1"})
     assert variables.state == frozenset()

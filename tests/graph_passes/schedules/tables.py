@@ -1,13 +1,13 @@
-"""Schedules as tables: the text of several of them."""
+"""Read test data: schedules written as tables, with a line of actions for each worker."""
 
 from __future__ import annotations
 
 
 def read_tables(text: str) -> list[tuple[str, int, int, str]]:
-    """Name, stages, micro-batches and table of each schedule of ``text``.
+    """Return the name, the number of stages, the number of micro-batches and the actions of each schedule of ``text``.
 
-    The first line of a block has the name and the two counts, and perhaps a comment; each other line is a worker's
-    actions.
+    Each block of lines is a schedule; blank lines separate blocks. The first line of a block has the name and the two
+    numbers, then perhaps a comment after ``#``. Each other line has the actions of one worker.
     """
     found = []
     for block in text.strip().split("\n\n"):

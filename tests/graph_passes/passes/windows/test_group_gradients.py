@@ -5,7 +5,7 @@ from __future__ import annotations
 from dapple_tf.graph_passes.passes.gather_slices import SparsePart
 from dapple_tf.graph_passes.passes.windows.group_gradients import GroupGradients
 from dapple_tf.graph_passes.schedules.window import Window
-from tests.graph_passes.builders import assert_graph, calls, function, graph
+from tests.graph_passes.builders import assert_graph, call_graph, function, graph
 
 
 def gradients(minibatch: int, replica: int) -> str:
@@ -89,7 +89,7 @@ def test_slices_of_replicas_in_turn_are_those_of_each_minibatch_one_after_the_ot
     part = SparsePart("table", 9, 0, stage=0, pair=0, combine="merge")
     first, second = (f"%stage0/replica{m}/mb{m}/backward" for m in (0, 1))
     assert_graph(
-        GroupGradients(Window(2, (2,), (1,)), (part,))(calls(before, *LOOKS_UP)),
+        GroupGradients(Window(2, (2,), (1,)), (part,))(call_graph(before, *LOOKS_UP)),
         f"""
         {before}
         %minibatch1/stage0/gather_slices/table = gather_slices({first}:0, {first}:1, {second}:0, {second}:1)
@@ -103,7 +103,7 @@ def test_slices_of_shared_micro_batches_are_combined_as_in_a_synchronous_step() 
     part = SparsePart("table", 9, 0, stage=0, pair=0, combine="merge")
     pieces = ", ".join(f"%stage0/replica{r}/mb{m}/backward:{i}" for m in (0, 1) for r in (0, 1) for i in (0, 1))
     assert_graph(
-        GroupGradients(Window(1, (2,), (1,), 2, in_turn=False), (part,))(calls(before, *LOOKS_UP)),
+        GroupGradients(Window(1, (2,), (1,), 2, in_turn=False), (part,))(call_graph(before, *LOOKS_UP)),
         f"""
         {before}
         %minibatch0/stage0/gather_slices/table = gather_slices({pieces})
@@ -118,7 +118,7 @@ def test_the_uses_of_a_table_in_one_stage_are_gathered_together() -> None:
         %stage0/replica0/mb0/backward = backward() {place} -> (float32[_,4], int64[_], float32[_,4], int64[_])
     """
     parts = tuple(SparsePart("table", 9, 1 - pair, stage=0, pair=pair, combine="concat") for pair in (0, 1))
-    node = GroupGradients(Window(1, (1,), (1,)), parts)(calls(before, *functions)).node(
+    node = GroupGradients(Window(1, (1,), (1,)), parts)(call_graph(before, *functions)).node(
         "minibatch0/stage0/gather_slices/table"
     )
     assert [value.index for value in node.inputs] == [2, 3, 0, 1]  # in the order of their positions

@@ -12,7 +12,7 @@ from dapple_tf.graph_passes.passes.windows.use_versions import UseVersions, call
 from dapple_tf.graph_passes.schedules.schedule import Action
 from dapple_tf.graph_passes.schedules.weight_versions import WeightPolicy, weight_versions
 from dapple_tf.graph_passes.schedules.window import Window
-from tests.graph_passes.builders import assert_graph, calls, function, graph, refused
+from tests.graph_passes.builders import assert_graph, call_graph, function, graph, refused
 from tests.graph_passes.windows import WindowKind
 
 FUNCTIONS = (
@@ -50,7 +50,7 @@ def test_two_minibatches_in_flight_use_two_slots_in_turn() -> None:
     def made(version: int) -> str:
         return f"^%minibatch{version - 1}/stage0/update 'version: made by update {version - 1}'"
 
-    wanted = calls(
+    wanted = call_graph(
         store(0)
         + call(0, "forward", 0)
         + call(0, "backward", 0)
@@ -69,7 +69,7 @@ def test_two_minibatches_in_flight_use_two_slots_in_turn() -> None:
         + update(3),
         *FUNCTIONS,
     )
-    before = calls(calls_before + updates_before, *FUNCTIONS)
+    before = call_graph(calls_before + updates_before, *FUNCTIONS)
     found = UseVersions(weight_versions(Window(4, (1,), (2,)), "stash"), frozenset({"w"}))(before)
     assert set(found.nodes) == set(wanted.nodes)
 
@@ -77,11 +77,11 @@ def test_two_minibatches_in_flight_use_two_slots_in_turn() -> None:
 def test_a_stage_that_always_uses_its_newest_weights_stores_none() -> None:
     before = "%stage0/replica0/mb0/forward = forward() {micro_batch=0, replica=0, stage=0}"
     step = UseVersions(weight_versions(Window(1, (1,), (1,)), "stash"), frozenset({"w"}))
-    assert_graph(step(calls(before, *FUNCTIONS)), before)
+    assert_graph(step(call_graph(before, *FUNCTIONS)), before)
 
 
 def test_a_stage_without_trained_variables_stores_none() -> None:
-    before = calls("%stage0/replica0/mb0/forward = forward() {micro_batch=0, replica=0, stage=0}", *FUNCTIONS)
+    before = call_graph("%stage0/replica0/mb0/forward = forward() {micro_batch=0, replica=0, stage=0}", *FUNCTIONS)
     step = UseVersions(weight_versions(Window(2, (2,), (1,)), "stash"), frozenset())
     assert step(before) == before
 
