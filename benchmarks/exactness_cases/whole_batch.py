@@ -199,7 +199,6 @@ MEASURED = {
     "ranking_of_pairs": ranking_of_pairs,
     "partial_likelihood": partial_likelihood,
     "difference_to_neighbour": difference_to_neighbour,
-    "reversed_targets": reversed_targets,
 }
 BITS, FLOATS = integers(2, OUTPUTS), uniform(OUTPUTS, low=-1.0)
 
@@ -216,4 +215,5 @@ CASES = (
     ),
     Case("dice_of_each_row", "whole batch", trained_with(model, dice_of_each_row, normal(FEATURES), BITS)),
     Case("r_squared", "whole batch", trained_with(model, r_squared, normal(FEATURES), FLOATS)),
+    Case("reversed_targets", "whole batch", trained_with(model, reversed_targets, normal(FEATURES), FLOATS)),
 )
