@@ -53,7 +53,7 @@ from dapple_tf.sharding import Sharding, share_update
 
 @dataclass(frozen=True)
 class Returns:
-    """What a training step returns.
+    """The values that a training step returns.
 
     ``structure``: its nesting (see ``tf.nest``). ``outputs``: for each flattened part the index of the output that it
     is, or None if the step returns None there.
@@ -110,7 +110,7 @@ class Interface:
 
 @dataclass(frozen=True)
 class PassFacts:
-    """What passes need to know about a staged model, besides its graph.
+    """Facts about a staged model that passes use and its graph does not have.
 
     ``shared``: the boundary tensors that do not depend on the batch (see ``SplitConcat``). ``runs``: for each stage,
     the nodes of each run of consecutive layers that backward re-computes (see ``Recompute``). ``head_inputs``: the

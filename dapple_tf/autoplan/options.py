@@ -39,7 +39,7 @@ WINDOW_NOT_VERIFIED = (
 """Why asynchronous windows are not compared with one device, and what to do instead."""
 
 _USUAL_MICRO_BATCHES = 8
-"""M if none is given. Where the simulator chooses M, this is M until it has, if the batch has so many samples."""
+"""The number of micro-batches if none is given; "auto" counts as this many, or fewer for a small batch."""
 
 Mode = Literal["sync", "async"]
 """Synchronous training updates the weights once a step, asynchronous training after each minibatch of a window."""

@@ -27,6 +27,9 @@ class Moves {
   static int count(const Layout& l, int w) { return static_cast<int>(std::count(l.owner.begin(), l.owner.end(), w)); }
   bool reassign(Layout& l, int first, int last, bool interleave) const;
 
+  // Return a number that devices of the same server and the same kind share.
+  int server_and_kind(int device) const { return p_.server[device] * p_.kinds + p_.kind[device]; }
+
  private:
   // Return the seconds of a row on stage s.
   double row_seconds(const Layout& l, int s) const { return row_seconds_[l.starts[s + 1]] - row_seconds_[l.starts[s]]; }
@@ -48,7 +51,6 @@ class Moves {
   bool change_chunks(Layout& l, Random& random) const;
   bool change_ahead(Layout& l, Random& random) const;
   // Return one number for the server and the kind of a device; equal numbers mean that devices are interchangeable.
-  int server_and_kind(int device) const { return p_.server[device] * p_.kinds + p_.kind[device]; }
   // Return the speed of a device relative to the first kind.
   double speed(int device) const { return speed_[p_.kind[device]]; }
 

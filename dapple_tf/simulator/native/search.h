@@ -52,7 +52,6 @@ class Search {
   void each(size_t count, const std::function<void(size_t, Evaluator&)>& function) const;
 
  private:
-  int server_and_kind(int device) const { return p_.server[device] * p_.kinds + p_.kind[device]; }
   std::vector<Pools> pools() const;
   void anneal_one(Run& run, Evaluator& evaluator, int64_t work, double first, double last, Model model, DeviceRule rule,
                   uint64_t seed) const;
@@ -223,7 +222,7 @@ inline void Search::descend(std::vector<Run>& runs, int64_t work, bool contentio
       for (int d = 0; d < p_.devices && left > 0; ++d) {
         // Of devices that are alike and follow each other in the device order, try only the first one.
         const auto alike = [&](int a, int b) {
-          return server_and_kind(best.device_at[a]) == server_and_kind(best.device_at[b]);
+          return moves_.server_and_kind(best.device_at[a]) == moves_.server_and_kind(best.device_at[b]);
         };
         if (d && best.owner[d] == best.owner[d - 1] && alike(d, d - 1)) continue;
         for (int w = kIdleDevice; w < best.workers && left > 0; ++w) {
