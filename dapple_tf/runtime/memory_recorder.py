@@ -70,6 +70,7 @@ class MemoryRecorder:
             yield ""
         else:
             with MemoryMeter(devices) as meter:
+                self._job.gather(None)  # as in ``rehearse``
                 yield _NOTES[known.runs]
             # When the first action of this run started is not known yet.
             untimed = [replace(memory, samples=()) for memory in meter.measured]
@@ -121,7 +122,7 @@ def rehearse_phases(
     if all(recorder.is_measured(step.planned) for recorder, step in phases):
         return
     try:
-        measured = rehearse(compiled[-1].program, batch, devices)
+        measured = rehearse(compiled[-1].program, batch, devices, job)
     except StepError:
         if not job.is_alone:  # the failure has been reported to the other ranks already
             raise

@@ -21,6 +21,7 @@ from tensorflow.core.framework import function_pb2
 from dapple_tf import internals
 from dapple_tf.backend.program import Program
 from dapple_tf.backend.saved_variables import unchanged_variables
+from dapple_tf.distributed.membership import Job
 from dapple_tf.errors import ExactnessError
 from dapple_tf.frontend.captured import plain_function
 from dapple_tf.frontend.read_graph import find_stateful_ops
@@ -41,7 +42,9 @@ def can_rehearse(model: StagedModel) -> bool:
     return not any(_is_permanent(node, library) for graph in _function_graphs(model) for node in graph.nodes)
 
 
-def rehearse(program: Program, batch: Sequence[Any], devices: Sequence[str]) -> list[tuple[MeasuredMemory, ...]]:
+def rehearse(
+    program: Program, batch: Sequence[Any], devices: Sequence[str], job: Job
+) -> list[tuple[MeasuredMemory, ...]]:
     """Run the step twice on the batch's flattened tensors, without effect; return the memory of each phase.
 
     It is measured in the second run. The samples have times as fractions of the phase's run: 0 is the start of its
@@ -53,6 +56,7 @@ def rehearse(program: Program, batch: Sequence[Any], devices: Sequence[str]) -> 
     with program.rehearsal(program.variables):
         program.run_parts(batch)
     with program.rehearsal(program.variables), MemoryMeter(devices) as meter:
+        job.gather(None)  # a tensor that came before all ranks measure would count to what was live at the start
         outputs = program.run_parts(batch)
     found = []
     for part, (*_, times) in zip(program.parts, outputs, strict=True):

@@ -61,12 +61,13 @@ own = np.zeros(1, np.bool_)
 
 @interruptible
 def deaf():
+    count(10**15, stop_flag())
+    interrupt(0.2)  # in the second of waiting
     count(10**15, own)
     check_stop()
     print("not reached")
 
 interrupt(0.1)
-interrupt(0.3)  # in the second of waiting
 begin = time.monotonic()
 try:
     deaf()

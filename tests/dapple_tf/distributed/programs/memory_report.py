@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
+import time
+from collections.abc import Iterator
 from typing import Any
+from unittest import mock
 
 import keras
 import numpy as np
@@ -10,8 +14,22 @@ import tensorflow as tf
 
 import dapple_tf as dapple
 from dapple_tf.distributed.membership import current
+from dapple_tf.memory.meter import MemoryMeter
 
 ROWS, WIDTH, MICRO_BATCHES = 1024, 256, 10
+
+
+@contextlib.contextmanager
+def late_meter(seconds: float) -> Iterator[None]:
+    """Start each measurement of memory later in this context, so that an earlier rank could send tensors before."""
+    start = MemoryMeter.__enter__
+
+    def start_late(meter: MemoryMeter) -> MemoryMeter:
+        time.sleep(seconds)
+        return start(meter)
+
+    with mock.patch.object(MemoryMeter, "__enter__", start_late):
+        yield
 
 
 def run() -> dict[str, Any]:
@@ -28,8 +46,9 @@ def run() -> dict[str, Any]:
         micro_batches=MICRO_BATCHES,
         schedule="K=9,8",
     )
-    for _ in range(3):
-        step.record(batch)
+    with late_meter(0.5 * job.rank):
+        for _ in range(3):
+            step.record(batch)
     network = job.exchange_network
     in_flight = None if network is None else network.library.take_peak_bytes()
     return {"in_flight": in_flight, "report": {"text": str(step.report), **step.report.to_json()}}
