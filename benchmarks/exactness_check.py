@@ -95,11 +95,11 @@ CONFIGURATIONS = (
 )
 
 
-def further_configurations(number: int) -> tuple[Configuration, ...]:
-    """Return two that are not quick, for the case of this number: four neighbouring cases have all of them."""
+def some_configurations(number: int) -> tuple[Configuration, ...]:
+    """Return the quick ones and two others, for the case of this number: four neighbouring cases have all of them."""
     others = CONFIGURATIONS[len(QUICK) :]
     first = number * 2 % len(others)
-    return others[first : first + 2]
+    return (*QUICK, *others[first : first + 2])
 
 
 RANKS = (

@@ -14,8 +14,8 @@ from benchmarks.op_programs.program import Program
 from dapple_tf.frontend.dependence import analyse
 
 NO_FAULT = (Outcome.EQUAL, Outcome.REFUSED, Outcome.INVALID)
-PROGRAMS = {"ci": 8, "thorough": 3000}
-PIPELINES = {"ci": 2, "thorough": 150}
+PROGRAMS = {"ci": 8, "thorough": 600}
+PIPELINES = {"ci": 2, "thorough": 40}
 NUMBERS = st.lists(st.integers(0, 720719), min_size=10, max_size=60).map(tuple)
 
 

@@ -12,7 +12,7 @@ from benchmarks.exactness_cases.case import BATCH_LOSS
 from benchmarks.exactness_check import UNEVEN, Checker, Configuration, Outcome
 from tests.equality.random_losses import Loss, as_case, losses
 
-EXAMPLES = {"ci": 3, "thorough": 500}
+EXAMPLES = {"ci": 3, "thorough": 100}
 
 
 @st.composite

@@ -17,7 +17,7 @@ from tests.equality.training_steps import BATCH, values_of
 
 pytestmark = pytest.mark.usefixtures("float64")
 
-EXAMPLES = {"ci": 3, "thorough": 1000}
+EXAMPLES = {"ci": 3, "thorough": 200}
 PROFILE = settings.get_current_profile_name()
 PARTS = 20 if PROFILE == "thorough" else 1  # each a test of its own, for another process
 

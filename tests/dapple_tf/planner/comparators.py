@@ -1,19 +1,14 @@
-"""Shared by the tests of comparators: how many instances are drawn, all cuts, and the fastest way to run stages."""
+"""Shared by the tests of comparators: all cuts, and the fastest way to run stages."""
 
 from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator, Sequence
 
-import hypothesis
-
 from dapple_tf.errors import ScheduleError
 from dapple_tf.planner.planning_problem import PlanningProblem
 from dapple_tf.plans import Plan, StagePlan
 from dapple_tf.simulator.simulate import simulate
-
-# Half as many again as other tests draw: 300 where HYPOTHESIS_PROFILE is "thorough".
-instances = hypothesis.settings(max_examples=hypothesis.settings().max_examples * 3 // 2)
 
 
 def all_bounds(blocks: int, stages: int) -> Iterator[tuple[int, ...]]:

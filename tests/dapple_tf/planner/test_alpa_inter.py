@@ -18,7 +18,7 @@ from dapple_tf.planner.systems.alpa import MeshCosts, MeshStage, list_submeshes,
 from dapple_tf.plans import Plan
 from dapple_tf.profiler.cluster import Cluster
 from tests.dapple_tf.planner.builders import figures, make_cluster, make_profile
-from tests.dapple_tf.planner.comparators import all_bounds, instances
+from tests.dapple_tf.planner.comparators import all_bounds
 from tests.graph_passes.builders import refused
 
 
@@ -86,7 +86,6 @@ def drawn_instances(draw: st.DrawFn) -> Instance:
     return Instance(rows(10), rows(10), rows(5), sizes, devices, draw(st.sampled_from([1, 2, 4, 64])), memory)
 
 
-@instances
 @given(drawn_instances())
 def test_no_slicing_has_a_smaller_latency(instance: Instance) -> None:
     found, least = slice_operators(instance.arrays()), instance.least()

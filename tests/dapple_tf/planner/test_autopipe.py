@@ -21,7 +21,6 @@ from tests.dapple_tf.planner.autopipe_reference import Pipeline, iteration_secon
 from tests.dapple_tf.planner.builders import figures, make_cluster, make_profile
 from tests.dapple_tf.planner.comparators import all_bounds
 from tests.graph_passes.builders import refused
-from tests.settings import by_the_paper
 
 
 def simulate(pipeline: Pipeline) -> tuple[float, int]:
@@ -48,13 +47,11 @@ def models(draw: st.DrawFn) -> tuple[Blocks, int]:
 # --- the simulator
 
 
-@by_the_paper
 @given(pipelines(5, 8))
 def test_the_iteration_time_is_that_of_the_printed_formulas(pipeline: Pipeline) -> None:
     assert simulate(pipeline)[0] == iteration_seconds(pipeline)
 
 
-@by_the_paper
 @given(pipelines(4, 2))
 def test_the_master_stage_is_that_of_the_longest_path_closest_to_the_last_stage(pipeline: Pipeline) -> None:
     assert simulate(pipeline)[1] == master_stage(pipeline)
@@ -89,7 +86,6 @@ def test_moving_the_master_stage_forward_shortens_the_iteration_as_in_figure_7()
 # --- Algorithm 1 and the heuristic
 
 
-@by_the_paper
 @given(models())
 def test_algorithm_1_has_the_least_largest_stage(model: tuple[Blocks, int]) -> None:
     blocks, depth = model
@@ -105,7 +101,6 @@ def seconds_of(blocks: Blocks, scheme: tuple[int, ...]) -> float:
     return simulate(Pipeline(f, b, blocks.comm, blocks.micro_batches))[0]
 
 
-@by_the_paper
 @given(models())
 def test_the_heuristic_is_between_algorithm_1_and_the_optimum(model: tuple[Blocks, int]) -> None:
     blocks, depth = model

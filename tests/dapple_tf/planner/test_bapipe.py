@@ -32,7 +32,6 @@ from dapple_tf.profiler.profile import KindSeconds, LayerCost, Profile
 from tests.dapple_tf.planner.builders import figures, make_cluster, make_profile
 from tests.dapple_tf.planner.comparators import all_bounds
 from tests.graph_passes.builders import refused
-from tests.settings import by_the_paper
 
 # --- partitions
 
@@ -79,7 +78,6 @@ def slowest_of(rows: list[list[float]], cuts: Cuts) -> float:
     return max(sum(rows[n][first:end]) for n, (first, end) in enumerate(itertools.pairwise(cuts)))
 
 
-@by_the_paper
 @given(accelerators())
 def test_the_slowest_stage_is_the_least_of_all_all_bounds(found: Accelerators) -> None:
     rows = found.rows
@@ -89,7 +87,6 @@ def test_the_slowest_stage_is_the_least_of_all_all_bounds(found: Accelerators) -
     assert slowest(found.seconds, cuts) == pytest.approx(least, rel=1e-12, abs=1e-12)
 
 
-@by_the_paper
 @given(accelerators())
 def test_tuned_by_memory_it_is_the_least_of_those_that_fit(found: Accelerators) -> None:
     rows = found.rows
@@ -121,7 +118,6 @@ def test_layers_divided_between_neighbours_take_formula_1s_time() -> None:
     assert intra_layer_seconds(np.array([[0.0, 6.0, 8.0]] * 2)) == pytest.approx(4)
 
 
-@by_the_paper
 @given(accelerators())
 def test_layers_divided_between_neighbours_are_as_fast_as_any_partition(found: Accelerators) -> None:
     seconds = intra_layer_seconds(found.seconds)
@@ -144,7 +140,6 @@ def test_the_coarse_grained_network_has_the_cuts_that_can_be_hidden() -> None:
 shapes = st.tuples(st.integers(1, 7), st.integers(1, 24), st.integers(1, 6), st.integers(1, 6))
 
 
-@by_the_paper
 @given(shapes, st.sampled_from(["1F1B-AS", "FBP-AS"]))
 def test_table_1(shape: tuple[int, int, int, int], schedule: str) -> None:
     """Mini-batch time (M + N - 1) (F + B) of equal stages, with the features of Table 1's memory."""
@@ -171,7 +166,6 @@ def test_unequal_stages_wait_for_the_slowest() -> None:
         assert asynchronous_seconds(schedule, f, f, np.zeros(1), 4) == pytest.approx(1 + 16 + 1)
 
 
-@by_the_paper
 @given(st.lists(st.tuples(figures(5), figures(9)), min_size=1, max_size=5), st.integers(1, 12))
 def test_lanes_of_unequal_stages_are_within_bounds(rows: list[tuple[float, float]], m: int) -> None:
     """A stage runs after the stages before it and ends before they do; at most as if all were the slowest."""
@@ -183,7 +177,6 @@ def test_lanes_of_unequal_stages_are_within_bounds(rows: list[tuple[float, float
     assert seconds <= (m + len(rows) - 1) * float(forward.max() + backward.max()) * (1 + 1e-9)
 
 
-@by_the_paper
 @given(shapes, st.sampled_from([0.0, 0.25, 0.5, 1.0]))
 def test_table_2(shape: tuple[int, int, int, int], part: float) -> None:
     """Mini-batch times and features of 1F1B-SNO and 1F1B-SO; ``part``: SR over the lesser of F and B."""

@@ -15,7 +15,7 @@ from dapple_tf.planner.planning_problem import PlanningProblem
 from dapple_tf.planner.systems.even import plan_even
 from dapple_tf.plans import Plan, StagePlan
 from tests.dapple_tf.planner.builders import Case, cases, make_cluster, make_profile
-from tests.dapple_tf.planner.comparators import instances, limited_step
+from tests.dapple_tf.planner.comparators import limited_step
 from tests.graph_passes.builders import refused
 
 
@@ -42,7 +42,6 @@ def least_step(problem: PlanningProblem) -> float:
     return min(found)
 
 
-@instances
 @given(cases(largest=9))
 def test_no_p_v_and_micro_batch_size_are_faster(case: Case) -> None:
     problem = make_problem(case.profile, case.cluster, global_batch_size=case.batch, **case.options)

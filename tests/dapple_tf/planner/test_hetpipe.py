@@ -25,7 +25,7 @@ from dapple_tf.planner.systems.hetpipe import allocate, partition_worker
 from dapple_tf.plans import Plan, StagePlan
 from dapple_tf.profiler.cluster import Cluster, DeviceKind, Link, Server
 from tests.dapple_tf.planner.builders import AMPLE, Case, cases, make_cluster, make_profile
-from tests.dapple_tf.planner.comparators import all_bounds, instances
+from tests.dapple_tf.planner.comparators import all_bounds
 from tests.graph_passes.builders import refused
 
 KINDS = {"fast": DeviceKind(AMPLE, 1.0), "slow": DeviceKind(AMPLE, 0.5), "small": DeviceKind(60.0, 1.0)}
@@ -79,7 +79,6 @@ def least_time(problem: PlanningProblem, order: tuple[int, ...], samples: int, m
     return min(found)
 
 
-@instances
 @given(
     cases(largest=6), st.sampled_from(["fast fast", "fast slow slow", "small slow", "small", "fast small slow fast"])
 )

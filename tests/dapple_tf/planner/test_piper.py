@@ -19,7 +19,7 @@ from dapple_tf.planner.systems.piper import PiperStage, find_configuration, plan
 from dapple_tf.plans import Plan
 from dapple_tf.profiler.linearise import without_unsplittable_cuts
 from tests.dapple_tf.planner.builders import AMPLE, Case, cases, make_cluster, make_profile
-from tests.dapple_tf.planner.comparators import all_bounds, compositions, instances
+from tests.dapple_tf.planner.comparators import all_bounds, compositions
 from tests.graph_passes.builders import refused
 
 
@@ -80,7 +80,6 @@ class Reference:
         return min(found)
 
 
-@instances
 @given(cases(largest=5), st.data())
 def test_no_configuration_has_a_smaller_maximum_load(case: Case, data: st.DataObject) -> None:
     problem = make_problem(case.profile, case.cluster, global_batch_size=case.batch, **case.options)

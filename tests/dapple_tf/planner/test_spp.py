@@ -33,7 +33,6 @@ from tests.dapple_tf.planner import spp_reference
 from tests.dapple_tf.planner.builders import figures, make_cluster, make_profile
 from tests.dapple_tf.planner.spp_reference import Instance, Mapped
 from tests.graph_passes.builders import refused
-from tests.settings import by_the_paper
 
 
 @st.composite
@@ -115,7 +114,6 @@ def follows_min_cuts(found: Any, order: Sequence[int]) -> bool:
     )
 
 
-@by_the_paper
 @given(bandwidths(6))
 def test_min_cuts_divide_the_devices_recursively(found: list[list[float]]) -> None:
     order = order_by_cuts(np.array(found))
@@ -153,7 +151,6 @@ def test_devices_that_no_links_join_are_refused_by_name() -> None:
 # --- PRM
 
 
-@by_the_paper
 @given(instances(), st.randoms(use_true_random=False))
 def test_w_is_the_least_of_all_partitions_in_the_order(instance: Instance, random: Any) -> None:
     order = list(range(len(instance.bandwidths)))
@@ -170,7 +167,6 @@ def test_w_is_the_least_of_all_partitions_in_the_order(instance: Instance, rando
         assert reached == pytest.approx(partition.seconds, rel=1e-9, abs=1e-9)
 
 
-@by_the_paper
 @given(instances())
 def test_lemma_2(instance: Instance) -> None:
     """W_PRM <= (1 + Phi) W*, of all stages on all devices."""
@@ -217,7 +213,6 @@ def test_the_order_of_figure_4s_example() -> None:
     assert schedule_name(3, 4) == "K=4,4,1"
 
 
-@by_the_paper
 @given(instances())
 def test_the_makespan_is_that_of_the_queues_and_within_lemma_1(instance: Instance) -> None:
     order, costs, found = solve(instance)
@@ -233,7 +228,6 @@ def test_the_makespan_is_that_of_the_queues_and_within_lemma_1(instance: Instanc
 few_micro_batches = instances(3, 3).map(lambda found: found._replace(micro_batches=min(found.micro_batches, 3)))
 
 
-@by_the_paper
 @given(few_micro_batches)
 def test_theorem_1(instance: Instance) -> None:
     """T_SPP < (2 + (4 V - 4) / M) (1 + Phi) T*, of all stages on all devices in all orders."""

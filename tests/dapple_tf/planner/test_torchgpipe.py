@@ -15,7 +15,7 @@ from dapple_tf.planner.api import make_problem
 from dapple_tf.planner.systems.straight import plan_torchgpipe
 from dapple_tf.plans import Plan
 from tests.dapple_tf.planner.builders import AMPLE, Case, cases, make_cluster, make_profile
-from tests.dapple_tf.planner.comparators import all_bounds, instances
+from tests.dapple_tf.planner.comparators import all_bounds
 from tests.graph_passes.builders import refused
 
 
@@ -27,7 +27,6 @@ def plan(by: str = "time", memory: float = AMPLE, **options: Any) -> Plan:
     )
 
 
-@instances
 @given(cases(tight=False), st.sampled_from(["time", "size"]))
 def test_no_block_partition_has_a_smaller_largest_stage(case: Case, by: str) -> None:
     problem = make_problem(case.profile, case.cluster, global_batch_size=case.batch, **case.options)
