@@ -5,7 +5,8 @@
 
 With COMMIT it measures the tree of that commit instead of the working tree, so that two outputs can be compared. The
 figures are the lines and modules of each folder, small modules that a single module imports, import cycles ("circles of
-files"), and branches that depend on whether there is an asynchronous window.
+files"), branches that depend on whether there is an asynchronous window, and signatures that repeat options of
+``dapple.pipeline``.
 """
 
 from __future__ import annotations
@@ -27,6 +28,8 @@ SOURCE = ("dapple_tf", "graph_passes", "profiler")
 USERS = ("models", "examples", "benchmarks", "tests")
 # A module with one importer should have more lines than this, or be a part of its importer.
 SMALL_MODULE_LINES = 100
+# A function with as many parameters that have the names of options repeats the declaration of the options.
+REPEATED_OPTIONS = 5
 # Names in a condition which show that it asks for an asynchronous window.
 WINDOW_NAMES = {"window", "in_turn"}
 
@@ -75,6 +78,10 @@ def print_figures(root: Path) -> None:
     outside = {path: text for path, text in files.items() if "window" not in str(path.relative_to(root))}
     branches = sum(map(_window_branches, outside.values()))
     rows.append(("branches on the window in files without it in their path", str(branches)))
+    trees = [ast.parse(text) for text in files.values()]
+    options = {name for tree in trees for name in _option_names(tree)}
+    repeating = sum(len(options & names) >= REPEATED_OPTIONS for tree in trees for names in _parameters(tree))
+    rows.append((f"signatures with {REPEATED_OPTIONS} or more options of dapple.pipeline", str(repeating)))
     for left, right in rows:
         print(f"| {left} | {right} |")
 
@@ -104,6 +111,24 @@ def _imports(text: str, modules: Collection[str]) -> Iterator[str]:
             linked = name.startswith(("dapple_tf.graph_passes", "dapple_tf.profiler"))
             if (home := name.removeprefix("dapple_tf.") if linked else name) in modules:
                 yield home
+
+
+def _option_names(tree: ast.Module) -> Iterator[str]:
+    """Yield the names of the fields of a class ``Options`` in a file."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ClassDef) and node.name == "Options":
+            yield from (
+                part.target.id
+                for part in node.body
+                if isinstance(part, ast.AnnAssign) and isinstance(part.target, ast.Name)
+            )
+
+
+def _parameters(tree: ast.Module) -> Iterator[set[str]]:
+    """Yield the names of each function's parameters in a file."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            yield {part.arg for part in (*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs)}
 
 
 def _window_branches(text: str) -> int:
