@@ -115,7 +115,7 @@ LAUNCHES: Mapping[str, JobLaunch] = {
             ("gathered_variables", ["{folder}"]),
             ("exposed_gradients", []),
             ("record_ranks", ["{folder}/t.png"]),
-            ("asynchronous", ["2:1", "2:1, embedding"]),
+            ("asynchronous", ["2:1"]),
             ("local_rows", ["1:1:1", "1:2, sizes", "other calls"]),
         ],
         launcher=HOROVODRUN,
@@ -131,7 +131,7 @@ LAUNCHES: Mapping[str, JobLaunch] = {
     ),
     "two ranks in other windows": JobLaunch(2, [("asynchronous", ["1:1", "1:1, average", "vertical sync"])]),
     "three ranks in other windows": JobLaunch(
-        3, [("asynchronous", ["2:1, dropout", "2:1, average", "1:1:1, latest", "2:1, 2bw"])]
+        3, [("asynchronous", ["2:1, dropout", "2:1, embedding", "2:1, average", "1:1:1, latest", "2:1, 2bw"])]
     ),
     "three ranks with local rows": JobLaunch(
         3, [("local_rows", ["1:2", "1:2, largest", "1:2, shares", "whole batches", "lengths"])]
