@@ -10,6 +10,7 @@ import functools
 import gc
 import inspect
 import threading
+import time
 import traceback
 import weakref
 from collections.abc import Callable, Iterator, Sequence, Set
@@ -624,18 +625,27 @@ def kept_for_gradients(graph: Any, left_out: Set[str] = frozenset()) -> dict[str
 def run_within(concrete: Any, arguments: Sequence[Any], seconds: float) -> Any:
     """Return what a ConcreteFunction returns (``CancellationManager``); a loop may never end.
 
-    Raises TimeoutError where it runs for more than this number of seconds.
+    Raises TimeoutError where it runs for more than this number of seconds, in which the process has also used as much
+    processor time: while other processes hold it up, the result must not depend on them. It ends after ten times the
+    seconds in any case.
     """
-    manager = cancellation.CancellationManager()
-    timer = threading.Timer(seconds, manager.start_cancel)
-    timer.daemon = True
-    timer.start()
+    manager, ended = cancellation.CancellationManager(), threading.Event()
+    begin, cpu_begin = time.monotonic(), time.process_time()
+
+    def watch() -> None:
+        while not ended.wait(seconds / 10):
+            passed = time.monotonic() - begin
+            if min(passed, time.process_time() - cpu_begin) > seconds or passed > 10 * seconds:
+                manager.start_cancel()
+                return
+
+    threading.Thread(target=watch, daemon=True).start()
     try:
         return manager.get_cancelable_function(concrete)(*arguments)
     except tf.errors.CancelledError as error:
         raise TimeoutError(f"{concrete.name} did not end within {seconds} s") from error
     finally:
-        timer.cancel()
+        ended.set()
 
 
 @contextlib.contextmanager

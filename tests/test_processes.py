@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from dapple_tf.distributed.startup_watch import ProcessState, state_of
 from tests.processes import HOROVODRUN, MPIRUN, Launcher, RanksError, needs_horovod, run_ranks
 
 RANK = "import os, sys; rank = int(os.environ.get('OMPI_COMM_WORLD_RANK') or os.environ['HOROVOD_RANK'])\n"
@@ -40,8 +41,8 @@ def test_a_hang_outside_of_horovod_ends_all_processes_of_the_launch(launcher: La
     program = (
         RANK + "import subprocess, time; from pathlib import Path\n"
         "child = subprocess.Popen(['sleep', '600'], start_new_session=True) if rank else None\n"
-        "child and Path(sys.argv[1]).write_text(f'{os.getpid()} {child.pid}')\n"
         "print('waiting')\n"
+        "child and Path(sys.argv[1]).write_text(f'{os.getpid()} {child.pid}')\n"
         "time.sleep(600 if rank else 0)\n"
     )
     pids = tmp_path / "pids"
@@ -53,10 +54,11 @@ def test_a_hang_outside_of_horovod_ends_all_processes_of_the_launch(launcher: La
             time.sleep(0.1)
 
     with pytest.raises(RanksError, match=r"(?s)rank\(s\) 1 still ran: Horovod reports no tensor.*rank 1:\nwaiting"):
-        run_ranks(["-c", program, str(pids)], 2, timeout_seconds=2, launcher=launcher, during=wait_for_children)
-    for pid in pids.read_text().split():
-        status = Path(f"/proc/{pid}/stat")
-        assert not status.exists() or status.read_text().rpartition(")")[2].split()[0] == "Z"
+        run_ranks(["-c", program, str(pids)], 2, timeout_seconds=5, launcher=launcher, during=wait_for_children)
+    end = time.monotonic() + 10  # the signal is sent; the kernel may take its time
+    while state_of([int(pid) for pid in pids.read_text().split()]) != ProcessState.ENDED:
+        assert time.monotonic() < end
+        time.sleep(0.05)  # they are no children of this process, which could wait for them
 
 
 def test_a_tensor_that_waits_and_the_rank_that_has_not_submitted_it_are_named() -> None:

@@ -284,6 +284,23 @@ def test_a_loop_that_does_not_end_is_cancelled() -> None:
     assert float(internals.run_within(concrete, [tf.constant(6.0)], 60)[()]) == 0.75
 
 
+def test_a_function_that_is_held_up_is_not_cancelled() -> None:
+    """Ranks would else decide differently on the same loop where one of them has to wait for a processor."""
+
+    def wait(number: Any) -> Any:
+        time.sleep(0.1)
+        return number + 1
+
+    def body(number: tf.Tensor) -> tuple[tf.Tensor]:
+        return (tf.ensure_shape(tf.numpy_function(wait, [number], tf.int64), []),)
+
+    @tf.function(input_signature=[tf.TensorSpec([], tf.int64)])
+    def count(most: tf.Tensor) -> tf.Tensor:
+        return tf.while_loop(lambda number: number < most, body, [tf.zeros([], tf.int64)])[0]
+
+    assert int(internals.run_within(count.get_concrete_function(), [tf.constant(15, tf.int64)], 1)[()]) == 15
+
+
 def test_a_function_without_xla_has_the_options_of_the_other() -> None:
     compiled = tf.function(lambda x: x + 1, jit_compile=True, reduce_retracing=True)
     plain = internals.without_xla(compiled)

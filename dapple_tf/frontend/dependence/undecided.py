@@ -30,7 +30,7 @@ from dapple_tf.frontend.write_graph import import_graph, needed_library, rename_
 from dapple_tf.graph_passes.ir.graph import Graph, Node, Value
 
 _LISTED = LOOPING | TENSOR_LISTS  # TensorFlow does not tell the lengths of their results
-_SECONDS = 2.0  # for a run of a loop, which takes milliseconds if it ends at all
+_SECONDS = 2.0  # of processor time for a run of a loop, which takes milliseconds if it ends at all
 _MOST_TRIALS = 96
 """Experiments of one trace; each takes some hundredths of a second. Further ops stay undecided."""
 

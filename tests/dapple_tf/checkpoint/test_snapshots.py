@@ -49,22 +49,21 @@ def parts_in(memory: Path) -> list[int]:
     return sorted(int(path.name.split("-")[1]) for path in memory.rglob("snapshot-*.st"))
 
 
-def wait_for(memory: Path, steps: int) -> None:
-    """Wait for the snapshot after this number of steps, which a thread writes."""
-    end = time.monotonic() + 30
-    while steps not in parts_in(memory):
-        assert time.monotonic() < end, parts_in(memory)
-        time.sleep(0.01)  # a thread writes the snapshot
-    time.sleep(0.1)  # and then notes that it is done; no event says so
+def wait_for(saving: Checkpoints, memory: Path, steps: int) -> None:
+    """Wait for the snapshot after this number of steps, which a thread writes, and until none is being written."""
+    end, costs = time.monotonic() + 30, saving.snapshot_costs
+    while steps not in parts_in(memory) or len(costs.beside) < costs.taken:
+        assert time.monotonic() < end, (parts_in(memory), costs)
+        time.sleep(0.01)
 
 
-def train(step: Any, memory: Path, count: int, done: int = 0, every: int = 2) -> list[float]:
+def train(step: Any, saving: Checkpoints, memory: Path, count: int, done: int = 0, every: int = 2) -> list[float]:
     """Return the losses of ``count`` steps, at the end of each of which the snapshot at its begin has been written."""
     losses = []
     for number in range(done, done + count):
         losses.append(float(step(X)))
         if number and number % every == 0:
-            wait_for(memory, number)
+            wait_for(saving, memory, number)
     return losses
 
 
@@ -73,7 +72,7 @@ def start_and_train(folder: Path, memory: Path, count: int = 3) -> tuple[Any, Ch
     run = make_step()
     saving = Checkpoints(folder, run)
     saving.restore()
-    train(run, memory, count)
+    train(run, saving, memory, count)
     return run, saving
 
 
@@ -87,17 +86,18 @@ def test_a_run_goes_on_bit_by_bit_from_its_last_snapshot(tmp_path: Path, memory:
     run = make_step()
     saving = Checkpoints(tmp_path / "run", run)
     assert saving.restore() == Position(0, 0)
-    losses = train(run, memory, 2)
+    losses = train(run, saving, memory, 2)
     saving.save(2)
-    losses += train(run, memory, 3, done=2)
+    losses += train(run, saving, memory, 3, done=2)
     assert parts_in(memory) == [2, 4]  # not removed before the next one begins
 
     again = make_step(stages=2)
-    resumed = Checkpoints(tmp_path / "run", again).restore()
+    saving = Checkpoints(tmp_path / "run", again)
+    resumed = saving.restore()
     assert resumed == Position(4, 4)
     assert resumed.origin.startswith("the memory of ")
     assert set(parts_in(memory)) == {4}  # the one that was restored, and its copy by this job
-    assert losses[:4] + train(again, memory, 3, done=4) == expected_losses(7)
+    assert losses[:4] + train(again, saving, memory, 3, done=4) == expected_losses(7)
 
 
 def test_a_file_that_is_newer_is_restored(tmp_path: Path, memory: Path) -> None:
@@ -116,7 +116,7 @@ def test_steps_are_counted_from_what_was_saved(tmp_path: Path, memory: Path) -> 
     saving.save(11, batches=5)
     run(X)
     run(X)
-    wait_for(memory, 12)
+    wait_for(saving, memory, 12)
     assert Checkpoints(tmp_path / "run", make_step()).restore() == Position(12, 6)
 
 
@@ -141,7 +141,7 @@ def test_the_end_of_a_run_removes_its_snapshots(tmp_path: Path, memory: Path) ->
     run = make_step()
     with Checkpoints(tmp_path / "run", run) as saving:
         saving.restore()
-        train(run, memory, 3)
+        train(run, saving, memory, 3)
         assert str(saving.snapshot_costs).startswith("a snapshot every 2 steps: 1 taken; each held up training for ")
     assert not list(memory.rglob("*.st"))
     run(X)  # takes none any more
@@ -154,7 +154,7 @@ def fail_in_run(folder: Path, memory: Path) -> None:
     run = make_step()
     with Checkpoints(folder, run) as saving:
         saving.restore()
-        train(run, memory, 3)
+        train(run, saving, memory, 3)
         raise ValueError("of the run")
 
 

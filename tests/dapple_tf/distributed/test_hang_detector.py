@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import threading
 import time
 from collections.abc import Callable
@@ -33,10 +34,18 @@ def make_step(detector: HangDetector, wait: Callable[[], Any]) -> Callable[..., 
     return traced.get_concrete_function(tf.TensorSpec([]))
 
 
+def wait_for_op(detector: HangDetector) -> None:
+    """Wait until the op that the detector watches has started: then it takes the element that is in the queue."""
+    end = time.monotonic() + 30
+    while int(detector._queue.size()) > 0:
+        assert time.monotonic() < end
+        time.sleep(0.01)
+
+
 @pytest.mark.parametrize(("x", "failed"), [(1.0, False), (-1.0, True)])
 def test_a_failed_step_is_distinguished_from_a_long_one(x: float, failed: bool) -> None:
-    detector, ended, outcome = HangDetector(), threading.Event(), []
-    step = make_step(detector, ended.wait)
+    detector, begun, ended, outcome = HangDetector(), threading.Event(), threading.Event(), []
+    step = make_step(detector, lambda: (begun.set(), ended.wait()))
 
     def run() -> None:
         try:
@@ -47,16 +56,23 @@ def test_a_failed_step_is_distinguished_from_a_long_one(x: float, failed: bool) 
 
     running = threading.Thread(target=run, daemon=True)
     running.start()
-    time.sleep(1)  # for the step to start
-    now = time.monotonic()
     try:
-        # The first answer depends on whether the op that the detector watches had started before the step failed.
-        first, *answers = (detector.has_failed(now + 1000.0 * n) for n in range(1, 7))
+        assert begun.wait(30)
+        now = time.monotonic()
+        answers = (detector.has_failed(now + 1000.0 * n) for n in itertools.count(1))
+        if failed:
+            # The first answers depend on whether the op that the detector watches starts before the step fails.
+            last = [next(answers)]
+            while last[-5:] != [True] * 5:
+                assert time.monotonic() < now + 30
+                time.sleep(0.1)  # there are probes for 9 s
+                last.append(next(answers))
+        else:
+            wait_for_op(detector)
+        assert list(itertools.islice(answers, 6)) == [failed] * 6
     finally:
         ended.set()  # or the op would wait forever, on one of the threads that the next tests need
-        running.join(5)
-    assert answers == [failed] * 5
-    assert failed or not first
+        running.join(30)
     assert not detector.has_failed(now + 9000)
     assert len(outcome) == 1
     assert "negative : Tensor had NaN" in outcome[0] if failed else outcome == [1.0]
@@ -67,7 +83,7 @@ def test_probes_of_one_step_do_not_affect_the_next() -> None:
     answers = []
 
     def ask() -> None:
-        time.sleep(0.5)  # for the op to start
+        wait_for_op(detector)
         answers.extend(detector.has_failed(time.monotonic() + 1000 * n) for n in range(3))
 
     step = make_step(detector, ask)
@@ -85,7 +101,7 @@ def test_a_step_that_updates_weights_for_long_after_its_last_exchange_has_not_fa
         return np.float32(0)
 
     def during() -> None:
-        time.sleep(0.5)  # for the op to start
+        wait_for_op(detector)
         answers.append(detector.has_failed(time.monotonic() + 500))
 
     def step() -> Any:

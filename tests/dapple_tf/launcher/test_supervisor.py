@@ -37,7 +37,7 @@ class Launch:
     def hosts(self, text: str) -> None:
         (self.folder / "hosts").write_text(text)
 
-    def begin(self, program: str, *options: str, ranks: int = 2) -> subprocess.Popen[str]:
+    def begin(self, program: str, *options: str, ranks: int = 2, timeout_seconds: float = 2) -> subprocess.Popen[str]:
         """Start ``dapple launch`` of a program."""
         (self.folder / "program.py").write_text(_BEGIN + program)
         mpirun = " ".join(MPIRUN.command(self.folder, ranks)[1:-2])
@@ -45,7 +45,8 @@ class Launch:
         process = subprocess.Popen(
             [*command, "--check-every", "0.5", *options, "--mpirun", mpirun, "--", sys.executable, "program.py"],
             cwd=self.folder,
-            env=environment_without_launchers() | {"PYTHONPATH": str(ROOT), "DAPPLE_TIMEOUT_SECONDS": "2"},
+            env=environment_without_launchers()
+            | {"PYTHONPATH": str(ROOT), "DAPPLE_TIMEOUT_SECONDS": str(timeout_seconds)},
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.PIPE,
@@ -79,7 +80,14 @@ def launch(tmp_path: Path) -> Iterator[Launch]:
 
 
 def test_a_job_whose_rank_is_killed_is_started_again(launch: Launch) -> None:
-    code, told = launch.run("if start == 0 and rank == 1: os.kill(os.getpid(), signal.SIGKILL)\ntime.sleep(0.5)")
+    program = """
+while start == 0 and rank == 1 and "0 0 2\\n" not in open("started").read():
+    time.sleep(0.01)  # rank 0 must have started before it is ended
+if start == 0 and rank == 1:
+    os.kill(os.getpid(), signal.SIGKILL)
+time.sleep(0 if start else 50)  # mpirun ends the others when rank 1 has failed
+"""
+    code, told = launch.run(program)
     assert code == 0, told
     assert launch.starts == [(0, 0, 2), (0, 1, 2), (1, 0, 2), (1, 1, 2)]
     assert "starts the job with 2 ranks on localhost:2" in told
@@ -181,7 +189,8 @@ def test_the_first_signal_lets_the_job_save(launch: Launch, sent: int, wanted: i
     """It takes longer than mpirun waits between SIGTERM and SIGKILL."""
     process = launch.begin(
         "def stop(*_): time.sleep(1.5); open(f'saved{rank}', 'w').close(); sys.exit(130)\n"
-        "signal.signal(signal.SIGUSR1, stop); open(f'ready{rank}', 'w').close(); time.sleep(50)"
+        "signal.signal(signal.SIGUSR1, stop); open(f'ready{rank}', 'w').close(); time.sleep(50)",
+        timeout_seconds=20,  # after SIGTERM and SIGHUP the job has this time
     )
     wait_until(lambda: all((launch.folder / f"ready{rank}").exists() for rank in (0, 1)))
     process.send_signal(sent)
@@ -199,11 +208,13 @@ def test_the_first_signal_lets_the_job_save(launch: Launch, sent: int, wanted: i
 
 @pytest.mark.parametrize("left", [2, 1])  # fewer than the least would end the job by themselves
 def test_a_signal_while_the_hosts_are_asked_starts_nothing_any_more(launch: Launch, left: int) -> None:
-    launch.hosts(f"#!/bin/sh\n[ -e started ] || exec echo localhost:2\ntouch asked; sleep 2; echo localhost:{left}\n")
+    wait = "until [ -e sent ]; do sleep 0.1; done"
+    launch.hosts(f"#!/bin/sh\n[ -e started ] || exec echo localhost:2\ntouch asked; {wait}; echo localhost:{left}\n")
     (launch.folder / "hosts").chmod(0o755)
     process = launch.begin("sys.exit(9)", "--check-every", "60", "--min-np", "2")
     wait_until((launch.folder / "asked").exists)
     process.send_signal(signal.SIGTERM)
+    (launch.folder / "sent").touch()
     _, told = process.communicate(timeout=30)
     assert process.returncode == 143, told
     assert "fewer than" not in told
@@ -211,9 +222,10 @@ def test_a_signal_while_the_hosts_are_asked_starts_nothing_any_more(launch: Laun
 
 
 def test_a_launcher_goes_on_when_nobody_reads_its_messages_any_more(launch: Launch) -> None:
-    process = launch.begin("time.sleep(1)\nif start == 0: sys.exit(9)")
+    process = launch.begin("while not os.path.exists('closed'): time.sleep(0.05)\nif start == 0: sys.exit(9)")
     wait_until(lambda: len(launch.starts) == 2)
     process.stderr.close()
+    (launch.folder / "closed").touch()
     assert process.wait(60) == 0
     assert (1, 1, 2) in launch.starts
 
@@ -246,7 +258,8 @@ def test_signals_that_come_before_the_answer_to_the_first_let_the_job_save(launc
 
     The rank takes a second to save: a launcher that ended it at the second signal would lose that.
     """
-    launch.hosts("#!/bin/sh\n[ -e ready0 ] && touch asked && sleep 2\necho localhost:1\n")
+    wait = "until [ -e sent ]; do sleep 0.1; done"
+    launch.hosts(f"#!/bin/sh\n[ -e ready0 ] && touch asked && {wait}\necho localhost:1\n")
     (launch.folder / "hosts").chmod(0o755)
     process = launch.begin(
         "def stop(*_): time.sleep(1); open('saved', 'w').close(); sys.exit(130)\n"
@@ -256,6 +269,7 @@ def test_signals_that_come_before_the_answer_to_the_first_let_the_job_save(launc
     for _ in range(2):
         process.send_signal(signal.SIGINT)
         time.sleep(0.3)  # signals that are not yet handled become one
+    (launch.folder / "sent").touch()
     _, told = process.communicate(timeout=30)
     assert process.returncode == 130, told
     assert (launch.folder / "saved").exists()

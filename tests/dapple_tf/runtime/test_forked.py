@@ -11,7 +11,7 @@ import tensorflow as tf
 from dapple_tf.errors import UsageError
 from tests.dapple_tf.builders import X, step_of
 
-SECONDS = 5
+SECONDS = 30
 """A child that waits is killed after these."""
 
 

@@ -7,7 +7,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,12 +18,15 @@ import tensorflow as tf
 import dapple_tf as dapple
 from dapple_tf.distributed import membership
 
+_STOPS = ("SIGTERM", "SIGINT", "launcher SIGUSR1")  # ways to fail that let the job save
+
 
 def chain(kill_rank: int = -1, at_batch: int = -1, in_save: str = "", how: str = "SIGKILL") -> dapple.Workload:
     """Return five dense layers, and batches in another order in every epoch.
 
     The rank ``kill_rank`` gets the signal ``how`` (or raises) before batch ``at_batch``, or its launcher gets it
-    ("launcher SIGINT"), or it is killed while it writes a file into the folder ``in_save``.
+    ("launcher SIGINT"), or it is killed while it writes a file into the folder ``in_save``. Rank 0 waits before that
+    batch until it knows of a signal that asks the job to stop.
     """
     keras.utils.set_random_seed(1)
     random = np.random.default_rng(2)
@@ -41,9 +44,13 @@ def chain(kill_rank: int = -1, at_batch: int = -1, in_save: str = "", how: str =
                 x = tf.tanh(x @ weight)
         return tf.reduce_mean(tf.reduce_sum(tf.square(x - y), 1))
 
-    return dapple.Workload(
-        loss, keras.optimizers.Adam(0.01, global_clipnorm=1.0), _FailingStream(data, how if fails else "", at_batch)
-    )
+    if fails:
+        batches = _FailingStream(data, lambda: _fail(how), at_batch)
+    elif job.rank == 0 and how in _STOPS:
+        batches = _FailingStream(data, lambda: _wait_for_stop(job), at_batch)
+    else:
+        batches = _FailingStream(data)
+    return dapple.Workload(loss, keras.optimizers.Adam(0.01, global_clipnorm=1.0), batches)
 
 
 def straight(kill_rank: int = -1, in_window: int = -1) -> dapple.Workload:
@@ -65,23 +72,23 @@ def straight(kill_rank: int = -1, in_window: int = -1) -> dapple.Workload:
                 x = tf.tanh(x @ weight)
         return tf.reduce_mean(tf.reduce_sum(tf.square(x - y), 1))
 
-    batches = _FailingStream(data.shuffle(20, seed=3).batch(8), "", -1)
+    batches = _FailingStream(data.shuffle(20, seed=3).batch(8))
     return dapple.Workload(loss, keras.optimizers.Adam(0.01), batches)
 
 
 class _FailingStream:
-    """Endless epochs of ``data``; the process fails in the way ``how`` (unless it is empty) before a batch."""
+    """Endless epochs of ``data``; ``act`` is called before batch ``at_batch``."""
 
-    def __init__(self, data: Any, how: str, at_batch: int) -> None:
-        self._data, self._how, self._at_batch = data, how, at_batch
+    def __init__(self, data: Any, act: Callable[[], None] = lambda: None, at_batch: int = -1) -> None:
+        self._data, self._act, self._at_batch = data, act, at_batch
 
     def __iter__(self) -> Iterator[Any]:
         number = 0
         while True:
             for batch in self._data:
                 number += 1
-                if self._how and number == self._at_batch:
-                    _fail(self._how)
+                if number == self._at_batch:
+                    self._act()
                 yield batch
 
 
@@ -91,6 +98,13 @@ def _fail(how: str) -> None:
         raise KeyError("no such sample")
     process = os.getppid() if how.startswith("launcher ") else os.getpid()
     os.kill(process, getattr(signal, how.rpartition(" ")[2]))
+
+
+def _wait_for_stop(job: membership.Job) -> None:
+    """Wait until another rank has asked for a stop: on a busy machine all steps might be done before."""
+    end = time.monotonic() + 60
+    while not job.watchdog._stops._asked and time.monotonic() < end:
+        time.sleep(0.001)
 
 
 def _kill_in_window(job: membership.Job, number: int) -> None:
