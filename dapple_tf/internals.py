@@ -623,11 +623,11 @@ def kept_for_gradients(graph: Any, left_out: Set[str] = frozenset()) -> dict[str
 
 
 def run_within(concrete: Any, arguments: Sequence[Any], seconds: float) -> Any:
-    """Return what a ConcreteFunction returns (``CancellationManager``); a loop may never end.
+    """Return what a ConcreteFunction returns (``CancellationManager``), or cancel it: a loop may never end.
 
-    Raises TimeoutError where it runs for more than this number of seconds, in which the process has also used as much
-    processor time: while other processes hold it up, the result must not depend on them. It ends after ten times the
-    seconds in any case.
+    Raises TimeoutError once more than ``seconds`` have passed and this process has used more than ``seconds`` of
+    processor time. Time in which other processes hold this one up does not count, since it differs from rank to rank.
+    A function that mostly waits is cancelled after ten times ``seconds``.
     """
     manager, ended = cancellation.CancellationManager(), threading.Event()
     begin, cpu_begin = time.monotonic(), time.process_time()

@@ -285,7 +285,19 @@ def test_a_loop_that_does_not_end_is_cancelled() -> None:
 
 
 def test_a_function_that_is_held_up_is_not_cancelled() -> None:
-    """Ranks would else decide differently on the same loop where one of them has to wait for a processor."""
+    """Otherwise ranks could decide differently on the same loop, where one of them has to wait for a processor."""
+    assert int(internals.run_within(make_waiting_loop(), [tf.constant(15, tf.int64)], 1)[()]) == 15
+
+
+def test_a_loop_that_waits_and_does_not_end_is_cancelled_after_ten_times_the_limit() -> None:
+    begin = time.monotonic()
+    with pytest.raises(TimeoutError, match=r"did not end within 0\.1 s"):
+        internals.run_within(make_waiting_loop(), [tf.constant(300, tf.int64)], 0.1)
+    assert 0.9 < time.monotonic() - begin < 20
+
+
+def make_waiting_loop() -> Any:
+    """Return a function of ``most`` that counts to ``most``, and sleeps for 0.1 s in each round."""
 
     def wait(number: Any) -> Any:
         time.sleep(0.1)
@@ -298,7 +310,7 @@ def test_a_function_that_is_held_up_is_not_cancelled() -> None:
     def count(most: tf.Tensor) -> tf.Tensor:
         return tf.while_loop(lambda number: number < most, body, [tf.zeros([], tf.int64)])[0]
 
-    assert int(internals.run_within(count.get_concrete_function(), [tf.constant(15, tf.int64)], 1)[()]) == 15
+    return count.get_concrete_function()
 
 
 def test_a_function_without_xla_has_the_options_of_the_other() -> None:
