@@ -1,14 +1,14 @@
 #!/usr/bin/env python3
-"""Print import, planning, first step and later steps of checkouts of this project in turn, as a Markdown table.
+"""Measure import, planning, first step and later steps of several checkouts of this project; print a Markdown table.
 
     python scripts/compare_trees.py TREE [TREE ...]
 
-In every turn each tree plans the published profiles on 16 devices of each of the papers' three clusters, and trains two
-models in two stages of one process, pinned to one core: eight dense layers, and a transformer of four blocks. The table
-has medians of the CPU seconds (user and system) of five turns. An import counts that of TensorFlow and Keras too, a
-first step all that ``dapple.pipeline`` does before it, and planning no compiler: the first plan is not counted. Below
-the table is the number of plans that a tree has in common with the first tree. Where there are no published profiles,
-nothing is planned.
+TREE is the folder of a checkout. In every turn each tree plans the published profiles on 16 devices of each of the
+papers' three clusters. It also trains two models in two stages of one process, pinned to one core: eight dense layers,
+and a transformer of four blocks. The table has medians of the CPU seconds (user and system) of five turns. The import
+includes that of TensorFlow and Keras, and the first step all that ``dapple.pipeline`` does before it. One profile is
+planned before planning is measured, so that a compiler that runs at the first plan is not measured. Below the table is
+the number of plans that each tree has in common with the first tree. Without the published profiles nothing is planned.
 """
 
 from __future__ import annotations
@@ -106,6 +106,9 @@ def main() -> int:
     if not trees:
         print(__doc__, file=sys.stderr)
         return 2
+    if absent := [str(tree) for tree in trees if not (tree / "dapple_tf" / "__init__.py").is_file()]:
+        print(f"no checkout of this project: {', '.join(absent)}", file=sys.stderr)
+        return 2
     seconds: defaultdict[str, defaultdict[Path, list[float]]] = defaultdict(lambda: defaultdict(list))
     plans: dict[Path, list[str]] = {}
     with tempfile.TemporaryDirectory() as profiles:
@@ -120,17 +123,23 @@ def main() -> int:
     for figure, of_trees in seconds.items():
         print(f"| {figure} | " + " | ".join(f"{median(of_trees[tree]):.3f}" for tree in trees) + " |")
     print()
-    for tree in trees[1:]:
+    for tree in trees[1:] if plans[trees[0]] else ():
         same = sum(a == b for a, b in zip(plans[trees[0]], plans[tree], strict=True))
         print(f"{same} of {len(plans[tree])} plans of {tree.name} are those of {trees[0].name}")
     return 0
 
 
 def run_python(tree: Path, program: str, profiles: str) -> str:
-    """Return what ``program`` prints, run on one core with the packages of ``tree`` and the folder ``profiles``."""
+    """Run ``program`` on one core with the packages of ``tree`` and the folder ``profiles``; return what it prints.
+
+    If it fails, this process ends with an error that names the tree.
+    """
     environment = {**os.environ, "PYTHONPATH": str(tree), "TF_CPP_MIN_LOG_LEVEL": "3"}
     command = ["taskset", "-c", "0", sys.executable, "-c", program, profiles]
-    return subprocess.run(command, env=environment, cwd=tree, stdout=subprocess.PIPE, text=True, check=True).stdout
+    done = subprocess.run(command, env=environment, cwd=tree, stdout=subprocess.PIPE, text=True, check=False)
+    if done.returncode:
+        sys.exit(f"a program of scripts/compare_trees.py failed in {tree}, see the error above")
+    return done.stdout
 
 
 if __name__ == "__main__":

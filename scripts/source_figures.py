@@ -28,7 +28,7 @@ SOURCE = ("dapple_tf", "graph_passes", "profiler")
 USERS = ("models", "examples", "benchmarks", "tests")
 # A module with one importer should have more lines than this, or be a part of its importer.
 SMALL_MODULE_LINES = 100
-# A function with as many parameters that have the names of options repeats the declaration of the options.
+# A function with this many parameters that are named like options repeats the declaration of the options.
 REPEATED_OPTIONS = 5
 # Names in a condition which show that it asks for an asynchronous window.
 WINDOW_NAMES = {"window", "in_turn"}
@@ -39,7 +39,9 @@ def main() -> int:
     if len(sys.argv) == 1:
         print_figures(ROOT)
         return 0
-    done = subprocess.run(["git", "archive", sys.argv[1]], cwd=ROOT, capture_output=True, check=False)
+    done = subprocess.run(
+        ["git", "archive", "--end-of-options", sys.argv[1]], cwd=ROOT, capture_output=True, check=False
+    )
     if done.returncode:
         print(f"there is no commit {sys.argv[1]}", file=sys.stderr)
         return 2
