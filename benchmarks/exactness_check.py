@@ -95,8 +95,8 @@ CONFIGURATIONS = (
 )
 
 
-def some_configurations(number: int) -> tuple[Configuration, ...]:
-    """Return the quick ones and two others, for the case of this number: four neighbouring cases have all of them."""
+def four_configurations(number: int) -> tuple[Configuration, ...]:
+    """Return the two quick configurations and two others for the case of this number; four cases in a row cover all."""
     others = CONFIGURATIONS[len(QUICK) :]
     first = number * 2 % len(others)
     return (*QUICK, *others[first : first + 2])

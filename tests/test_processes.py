@@ -58,7 +58,7 @@ def test_a_hang_outside_of_horovod_ends_all_processes_of_the_launch(launcher: La
     end = time.monotonic() + 10  # the signal is sent; the kernel may take its time
     while state_of([int(pid) for pid in pids.read_text().split()]) != ProcessState.ENDED:
         assert time.monotonic() < end
-        time.sleep(0.05)  # they are no children of this process, which could wait for them
+        time.sleep(0.05)  # this process is not their parent, so it cannot wait for them
 
 
 def test_a_tensor_that_waits_and_the_rank_that_has_not_submitted_it_are_named() -> None:

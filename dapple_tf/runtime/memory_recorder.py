@@ -70,7 +70,7 @@ class MemoryRecorder:
             yield ""
         else:
             with MemoryMeter(devices) as meter:
-                self._job.gather(None)  # as in ``rehearse``
+                self._job.gather(None)  # no rank sends before all ranks measure, as in ``rehearse``
                 yield _NOTES[known.runs]
             # When the first action of this run started is not known yet.
             untimed = [replace(memory, samples=()) for memory in meter.measured]

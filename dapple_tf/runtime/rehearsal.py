@@ -56,7 +56,8 @@ def rehearse(
     with program.rehearsal(program.variables):
         program.run_parts(batch)
     with program.rehearsal(program.variables), MemoryMeter(devices) as meter:
-        job.gather(None)  # a tensor that came before all ranks measure would count to what was live at the start
+        # No rank sends before all ranks measure: a tensor that arrived before would count as live at the start.
+        job.gather(None)
         outputs = program.run_parts(batch)
     found = []
     for part, (*_, times) in zip(program.parts, outputs, strict=True):

@@ -58,7 +58,7 @@ def wait_for(saving: Checkpoints, memory: Path, steps: int) -> None:
 
 
 def train(step: Any, saving: Checkpoints, memory: Path, count: int, done: int = 0, every: int = 2) -> list[float]:
-    """Return the losses of ``count`` steps, at the end of each of which the snapshot at its begin has been written."""
+    """Train ``count`` steps, and return their losses; wait after each step for the snapshot taken before it."""
     losses = []
     for number in range(done, done + count):
         losses.append(float(step(X)))

@@ -65,7 +65,7 @@ def test_a_failed_step_is_distinguished_from_a_long_one(x: float, failed: bool) 
             last = [next(answers)]
             while last[-5:] != [True] * 5:
                 assert time.monotonic() < now + 30
-                time.sleep(0.1)  # there are probes for 9 s
+                time.sleep(0.1)  # each call uses one of 95 probes: they last for 9 s
                 last.append(next(answers))
         else:
             wait_for_op(detector)

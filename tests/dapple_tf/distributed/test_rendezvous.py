@@ -97,7 +97,7 @@ def test_strangers_neither_end_nor_delay_the_ranks(
     listener: socket.socket, pool: ThreadPoolExecutor, said: bytes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A thousand brackets once ended rank 0 with a RecursionError, and silent strangers made rank 1 give up."""
-    monkeypatch.setattr(rendezvous, "_CONNECT_SECONDS", 100.0)  # who waits for a stranger, or tries again, is late
+    monkeypatch.setattr(rendezvous, "_CONNECT_SECONDS", 100.0)  # so a rank that waits for a stranger is late
     strangers = [stranger(listener, said) for _ in range(20)]
     begin = time.monotonic()
     ends = connect_all(listener, pool, 3)
@@ -130,7 +130,7 @@ def test_a_rank_that_gives_up_and_comes_again_has_its_last_connection(
 
 def test_a_rank_that_does_not_confirm_is_no_link(listener: socket.socket, pool: ThreadPoolExecutor) -> None:
     """It has proven itself, but does not know that it is connected: it may have gone."""
-    accepted = accept(pool, listener, 2, 3.0)  # in which it proves itself
+    accepted = accept(pool, listener, 2, 3.0)  # seconds in which the rank proves itself
 
     class Silent(socket.socket):
         def sendall(self, data: bytes, *flags: int) -> None:  # type: ignore[override]  # the socket takes any buffer
@@ -148,7 +148,7 @@ def test_a_rank_that_does_not_confirm_is_no_link(listener: socket.socket, pool: 
 def test_a_rank_of_an_impossible_number_is_no_link(
     listener: socket.socket, pool: ThreadPoolExecutor, rank: int
 ) -> None:
-    accepted = accept(pool, listener, 2, 3.0)  # in which it connects
+    accepted = accept(pool, listener, 2, 3.0)  # seconds in which the rank connects
     link = connect(rank, listener)
     with pytest.raises(JobError, match=r"rank\(s\) \[1\] have not connected"):
         accepted.result(30)

@@ -140,7 +140,7 @@ Examine = Callable[[float, ProcessState], str]
 def watch(monkeypatch: pytest.MonkeyPatch) -> tuple[StartupWatch, Examine]:
     """A watch of rank 0 of 3, and what it finds at a time where process 77, of rank 1, has a state; rank 2 is away."""
     made = StartupWatch(0, 3, 12.5, lambda: {0: [1], 1: [77]})
-    begin = made._began  # which a pause changes
+    begin = made._began  # ``note_pause`` changes it later
 
     def examine(seconds: float, state: ProcessState) -> str:
         monkeypatch.setattr(startup_watch, "state_of", lambda processes: state)

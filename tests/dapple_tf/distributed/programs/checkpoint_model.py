@@ -101,7 +101,7 @@ def _fail(how: str) -> None:
 
 
 def _wait_for_stop(job: membership.Job) -> None:
-    """Wait until another rank has asked for a stop: on a busy machine all steps might be done before."""
+    """Wait until rank 0 knows that the job must stop: on a busy machine all steps might be done before that."""
     end = time.monotonic() + 60
     while not job.watchdog._stops._asked and time.monotonic() < end:
         time.sleep(0.001)

@@ -21,7 +21,7 @@ ROWS, WIDTH, MICRO_BATCHES = 1024, 256, 10
 
 @contextlib.contextmanager
 def late_meter(seconds: float) -> Iterator[None]:
-    """Start each measurement of memory later in this context, so that an earlier rank could send tensors before."""
+    """Delay the start of each measurement of memory in this context: another rank could send tensors before it."""
     start = MemoryMeter.__enter__
 
     def start_late(meter: MemoryMeter) -> MemoryMeter:
