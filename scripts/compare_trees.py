@@ -24,14 +24,21 @@ from statistics import median
 
 ROOT = Path(__file__).parent.parent
 TURNS = 5
-# Writes the published profiles to the folder in the first argument, as SAMPLES-FILE.json.
-WRITE_PROFILES = """
+# Writes the published profiles and the clusters to the folder in the first argument: profiles/SAMPLES-FILE.json and
+# clusters/NAME.json. So old trees, which do not know the clusters by name, have them too.
+WRITE_CASES = """
 import sys
 from pathlib import Path
+import dapple_tf as dapple
 from benchmarks.papers.published import BERT_LARGE, MODELS, find_missing_profiles, read_profile
 
+profiles, clusters = (Path(sys.argv[1]) / name for name in ("profiles", "clusters"))
+profiles.mkdir()
+clusters.mkdir()
 for model in () if find_missing_profiles() else (*MODELS, BERT_LARGE):
-    read_profile(model).save(Path(sys.argv[1]) / f"{model.global_batch}-{model.file}.json")
+    read_profile(model).save(profiles / f"{model.global_batch}-{model.file}.json")
+for letter in "abc":
+    dapple.Cluster.load(f"config-{letter}").save(clusters / f"{letter}.json")
 """
 PROGRAM = """
 import json, sys, time
@@ -72,14 +79,13 @@ plans = []
 def plan_all(paths):
     begin = time.process_time()
     for path in paths:
-        for letter in "abc":
-            cluster = dapple.Cluster.load(f"config-{letter}")
-            profile = dapple.Profile.load(path)
+        for file in sorted(Path(sys.argv[1], "clusters").glob("*.json")):
+            profile, cluster = dapple.Profile.load(path), dapple.Cluster.load(file)
             plan = dapple.plan(profile, cluster, global_batch_size=int(path.name.partition("-")[0]))
             plans.append(str([plan.stages, plan.micro_batches, plan.schedule]))
     return time.process_time() - begin
 
-paths = sorted(Path(sys.argv[1]).glob("*.json"))
+paths = sorted(Path(sys.argv[1], "profiles").glob("*.json"))
 if paths:
     plan_all(paths[:1])
     plans.clear()
@@ -111,11 +117,11 @@ def main() -> int:
         return 2
     seconds: defaultdict[str, defaultdict[Path, list[float]]] = defaultdict(lambda: defaultdict(list))
     plans: dict[Path, list[str]] = {}
-    with tempfile.TemporaryDirectory() as profiles:
-        run_python(ROOT, WRITE_PROFILES, profiles)
+    with tempfile.TemporaryDirectory() as cases:
+        run_python(ROOT, WRITE_CASES, cases)
         for _ in range(TURNS):
             for tree in trees:
-                taken, plans[tree] = json.loads(run_python(tree, PROGRAM, profiles).splitlines()[-1])
+                taken, plans[tree] = json.loads(run_python(tree, PROGRAM, cases).splitlines()[-1])
                 for figure, value in taken.items():
                     seconds[figure][tree].append(value)
     print("| CPU seconds | " + " | ".join(tree.name for tree in trees) + " |")
@@ -129,13 +135,13 @@ def main() -> int:
     return 0
 
 
-def run_python(tree: Path, program: str, profiles: str) -> str:
-    """Run ``program`` on one core with the packages of ``tree`` and the folder ``profiles``; return what it prints.
+def run_python(tree: Path, program: str, cases: str) -> str:
+    """Run ``program`` on one core with the packages of ``tree`` and the folder ``cases``; return what it prints.
 
     If it fails, this process ends with an error that names the tree.
     """
     environment = {**os.environ, "PYTHONPATH": str(tree), "TF_CPP_MIN_LOG_LEVEL": "3"}
-    command = ["taskset", "-c", "0", sys.executable, "-c", program, profiles]
+    command = ["taskset", "-c", "0", sys.executable, "-c", program, cases]
     done = subprocess.run(command, env=environment, cwd=tree, stdout=subprocess.PIPE, text=True, check=False)
     if done.returncode:
         sys.exit(f"a program of scripts/compare_trees.py failed in {tree}, see the error above")
