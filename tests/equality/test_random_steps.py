@@ -19,7 +19,7 @@ pytestmark = pytest.mark.usefixtures("float64")
 
 EXAMPLES = {"ci": 3, "thorough": 200}
 PROFILE = settings.get_current_profile_name()
-PARTS = 20 if PROFILE == "thorough" else 1  # each a test of its own, for another process
+PARTS = 5 if PROFILE == "thorough" else 1  # each a test of its own, for another process
 
 
 def batches() -> list[tuple[Any, Any]]:
