@@ -9,6 +9,7 @@ from __future__ import annotations
 import gc
 import os
 import resource
+import sys
 from collections import Counter
 from collections.abc import Iterator
 from typing import Any
@@ -89,9 +90,25 @@ def pytest_xdist_setupnodes() -> None:
 
 
 @pytest.hookimpl(wrapper=True)
-def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
+def pytest_runtest_protocol(item: pytest.Item, nextitem: pytest.Item | None) -> Iterator[None]:
+    """Measure a test, and forget the custom gradients of a file's graphs after its last test."""
     item.stash[_BEGIN] = _processor_seconds()
-    return (yield)
+    result = yield
+    if nextitem is None or nextitem.path != item.path:
+        _forget_custom_gradients()
+    return result
+
+
+def _forget_custom_gradients() -> None:
+    """Free the graphs in which ``tf.custom_gradient`` has registered gradients.
+
+    Keras's optimizers do so in each trace, and TensorFlow keeps what is registered, with its graph, until the process
+    ends. A process would hold millions of objects after some hundred tests; each trace of a model walks over all.
+    """
+    if (ops := sys.modules.get("tensorflow.python.framework.ops")) is not None:
+        registry = ops.gradient_registry._registry
+        for name in [name for name in registry if name.startswith("CustomGradient-")]:
+            del registry[name]
 
 
 def pytest_runtest_teardown(item: pytest.Item) -> None:

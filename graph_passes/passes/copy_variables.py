@@ -11,6 +11,7 @@ variable.
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
@@ -66,7 +67,10 @@ class CopyVariables(BuiltInPass):
         for node in nodes_of(graph, *WRITING_OPS):
             done = Control(node.name, "commit: every write to the copies is done")
             writers.setdefault(node.integer("stage"), []).append(done)
-        commits = [replace(commit, controls=tuple(writers[commit.integer("stage")])) for commit in commits]
+        commits = [
+            replace(commit, controls=(*writers[commit.integer("stage")], *_reads_before(commit, refreshes.values())))
+            for commit in commits
+        ]
         nodes: list[Node] = []
         added: set[str] = set()
         for node in graph.nodes:
@@ -79,6 +83,17 @@ class CopyVariables(BuiltInPass):
                 node = node.after(refresh.name, "refresh: the copies of variables hold this step's values")
             nodes.append(node)
         return graph.replace(nodes=(*nodes, *commits))
+
+
+def _reads_before(commit: Node, refreshes: Iterable[Node]) -> Iterator[Control]:
+    """Yield control edges from the refreshes of other stages, which read the values that ``commit`` replaces.
+
+    Those of its own stage come before the writes that it waits for.
+    """
+    names = set(commit.strings("variables"))
+    for refresh in refreshes:
+        if refresh.integer("stage") != commit.integer("stage") and names & set(refresh.strings("variables")):
+            yield Control(refresh.name, "commit: the copies of other stages hold this step's values")
 
 
 def _with_summed(node: Node, variables: Variables) -> Node:

@@ -10,7 +10,7 @@ update is sharded.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -61,7 +61,17 @@ class RankVariables(BuiltInPass):
             dataclasses.replace(node, controls=tuple(c for c in node.controls if c.source not in removed))
             for node in nodes
         ]
-        return graph.replace(nodes=(*reads.values(), *connected)).sorted()
+        return graph.replace(nodes=(*reads.values(), *_after_reads(connected, reads))).sorted()
+
+
+def _after_reads(nodes: Iterable[Node], reads: Mapping[str, Node]) -> Iterator[Node]:
+    """Yield the nodes; each ``commit`` gets control edges from the reads of its variables, which it changes."""
+    for node in nodes:
+        if node.op == OpName.COMMIT:
+            for name in node.strings("variables"):
+                if name in reads:
+                    node = node.after(reads[name].name, "commit: other ranks get this step's values")
+        yield node
 
 
 def _rank_refresh(

@@ -44,6 +44,7 @@ class VerifyPipeline(BuiltInPass):
         verify_statistics(graph)
         verify_inlined(graph)
         verify_copies(graph, self.shares)
+        verify_commits(graph)
         verify_writers(graph)
         verify_devices(graph)
         return graph
@@ -128,6 +129,20 @@ def verify_copies(graph: Graph, shares: tuple[tuple[str, int], ...] = ()) -> Non
                 raise GraphError(f"no refresh gives stage {stage}, replica {replica} its copy of {name!r}")
         if refresh is not None and refresh.name not in {control.source for control in node.controls}:
             raise GraphError(f"no control edge makes {node.name!r} wait for {refresh.name!r}")
+
+
+def verify_commits(graph: Graph) -> None:
+    """Raise GraphError unless each ``commit`` waits for all refreshes of its variables.
+
+    A later refresh would copy the values of the next step.
+    """
+    refreshes = nodes_of(graph, OpName.REFRESH)
+    for commit in nodes_of(graph, OpName.COMMIT):
+        before = ancestors(graph, [commit.name])
+        for refresh in refreshes:
+            shared = sorted({*commit.strings("variables")} & {*refresh.strings("variables")})
+            if shared and refresh.name not in before:
+                raise GraphError(f"no path orders {commit.name!r} after {refresh.name!r}, which reads {shared[0]!r}")
 
 
 def verify_writers(graph: Graph) -> None:

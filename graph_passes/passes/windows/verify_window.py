@@ -13,7 +13,7 @@ from dapple_tf.graph_passes.ir.names import BACKWARD_OPS, at, nodes_of, of_minib
 from dapple_tf.graph_passes.ir.ops import OpName
 from dapple_tf.graph_passes.passes.base import BuiltInPass, Contract
 from dapple_tf.graph_passes.passes.order import call_name
-from dapple_tf.graph_passes.passes.verify_pipeline import verify_devices, verify_edge, verify_rows
+from dapple_tf.graph_passes.passes.verify_pipeline import verify_commits, verify_devices, verify_edge, verify_rows
 from dapple_tf.graph_passes.passes.windows.update_groups import last_backwards, update_name
 from dapple_tf.graph_passes.passes.windows.use_versions import calls_of, version_name
 from dapple_tf.graph_passes.schedules.schedule import Action
@@ -59,6 +59,7 @@ class VerifyWindow(BuiltInPass):
         for node in graph.nodes:
             if node.has("inline"):
                 raise GraphError(f"{node.name!r} is inlined: an update would not wait for all of its reads")
+        verify_commits(graph)
         verify_devices(graph)
         return graph
 

@@ -113,6 +113,24 @@ def test_state_is_committed_after_every_forward_that_writes_it_also_without_an_o
     assert forwards <= ancestors(graph, ["stage0/commit"])
 
 
+READ_LATER = (  # stage 1 reads what stage 0 writes
+    function("stage0/forward", "arg x, variable scale", "boundary h", writes=["scale"]),
+    function("stage0/backward", "gradient h"),
+    function("stage1/forward", "boundary h, variable scale", "loss loss"),
+    function("stage1/backward", "seed loss", "gradient h"),
+)
+
+
+def test_a_commit_waits_until_other_stages_have_copied_what_it_replaces() -> None:
+    """In a window no barrier comes between: a stage that is late would copy what the next window should begin with."""
+    commit = CopyVariables()(call_graph(FORWARDS, *READ_LATER)).node("stage0/commit")
+    assert {control.source: control.reason for control in commit.controls} == {
+        "stage0/replica0/mb0/forward": "commit: every write to the copies is done",
+        "stage0/replica0/mb1/forward": "commit: every write to the copies is done",
+        "stage1/replica0/refresh": "commit: the copies of other stages hold this step's values",
+    }
+
+
 ONCE = (  # stage 0 counts once a step, and has statistics of each micro-batch
     function("stage0/run_once", "variable count", writes=["count"]),
     function("stage0/forward", "arg x, variable mean", "boundary h", writes=["mean"]),

@@ -63,6 +63,28 @@ def test_variables_of_another_stage_are_read_there_and_written_ones_are_copied()
     )
 
 
+def test_a_variable_is_read_for_other_ranks_before_it_is_committed() -> None:
+    assert_graph(
+        on_ranks(
+            """
+            %stage0/replica0/mb0/forward = forward() {call}
+            %stage1/replica0/refresh = refresh() {place, variables=['t']}
+            %stage0/commit = commit() {replica=0, replicas=1, stage=0, variables=['t']}
+            | ^%stage0/replica0/mb0/forward 'commit: written'
+            """,
+            *TIED,
+        ),
+        """
+        %stage0/read_variable/t = read_variable() {place, variables=['t']} -> (float32[9])
+        %stage0/replica0/mb0/forward = forward() {call}
+        %stage1/replica0/refresh = refresh(%stage0/read_variable/t:0) {place, variables=['t']}
+        %stage0/commit = commit() {replica=0, replicas=1, stage=0, variables=['t']}
+        | ^%stage0/replica0/mb0/forward 'commit: written'
+        | ^%stage0/read_variable/t "commit: other ranks get this step's values"
+        """,
+    )
+
+
 def test_another_stage_of_the_same_ranks_has_no_copies_but_of_what_is_written() -> None:
     """Stage 1 uses the table t of stage 0, of which each rank has the trained value: nothing is sent."""
     assert_graph(

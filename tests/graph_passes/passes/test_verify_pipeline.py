@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from dapple_tf.errors import GraphError
-from dapple_tf.graph_passes.passes.verify_pipeline import VerifyPipeline
+from dapple_tf.graph_passes.passes.verify_pipeline import VerifyPipeline, verify_commits
 from dapple_tf.graph_passes.schedules.spec import ScheduleSpec
 from tests.graph_passes.builders import call_graph, function, refused
 
@@ -354,6 +354,16 @@ def test_a_call_that_does_not_wait_for_the_refresh_of_its_copies_is_refused() ->
     text = refreshed(0, 1, calls_wait=False)
     with refused(GraphError, "no control edge makes 'stage0/replica0/mb0/forward' wait for 'stage0/replica0/refresh'"):
         VerifyPipeline(ScheduleSpec.parse("dapple-a").build(1, 1))(call_graph(text, *COPYING))
+
+
+def test_a_commit_that_does_not_wait_for_a_refresh_of_its_variable_is_refused() -> None:
+    text = """
+        %stage1/replica0/refresh = refresh() {place, variables=['m', 'n']}
+        %stage0/commit = commit() {replica=0, replicas=1, stage=0, variables=['n']}EDGE
+    """
+    verify_commits(call_graph(text.replace("EDGE", " ^%stage1/replica0/refresh 'commit: copies'"), *COPYING))
+    with refused(GraphError, "no path orders 'stage0/commit' after 'stage1/replica0/refresh', which reads 'n'"):
+        verify_commits(call_graph(text.replace("EDGE", ""), *COPYING))
 
 
 COUNTED = (

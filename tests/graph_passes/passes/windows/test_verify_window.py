@@ -11,7 +11,9 @@ import pytest
 from hypothesis import given
 
 from dapple_tf.errors import GraphError
-from dapple_tf.graph_passes.ir.graph import Graph, Node, Value, attributes
+from dapple_tf.graph_passes.ir.graph import Graph, Node, Value, attributes, make_node
+from dapple_tf.graph_passes.ir.names import Site, nodes_of
+from dapple_tf.graph_passes.ir.ops import OpName
 from dapple_tf.graph_passes.ir.verify import verify
 from dapple_tf.graph_passes.passes.base import run_passes
 from dapple_tf.graph_passes.passes.verify_ranks import verify_ranks
@@ -172,6 +174,17 @@ def test_calls_that_are_not_of_the_window_are_refused(like: str, name: str) -> N
     graph = IN_TURN.graph()
     with refused(GraphError, f"{name!r} is not in the window's order"):
         check(IN_TURN, graph.replace(nodes=(*graph.nodes, dataclasses.replace(graph.node(like), name=name))))
+
+
+def test_a_commit_that_does_not_wait_for_the_copies_of_another_stage_is_refused() -> None:
+    graph = IN_TURN.graph()
+    commit, *_ = nodes_of(graph, OpName.COMMIT)
+    refresh = make_node(f"{LAST}/other_refresh", OpName.REFRESH, **Site(1).attrs, variables=commit.strings("variables"))
+    waiting = change(graph, commit.name, lambda node: node.after(refresh.name, "commit: copies"))
+    placed = dataclasses.replace(refresh, device=graph.node(f"{LAST}/mb0/forward").device)
+    check(IN_TURN, waiting.replace(nodes=(placed, *waiting.nodes)))
+    with refused(GraphError, f"no path orders {commit.name!r} after {refresh.name!r}, which reads"):
+        check(IN_TURN, graph.replace(nodes=(placed, *graph.nodes)))
 
 
 def test_a_version_that_nobody_uses_is_refused() -> None:
