@@ -165,8 +165,10 @@ HIDDEN = (
     ids=[hidden.__name__ for hidden in HIDDEN],
 )
 def test_a_model_that_cannot_be_cut_into_micro_batches_runs_as_on_one_device(hidden: Hidden, inexact: str) -> None:
+    # Each program of a step has a hidden state of its own: the second step may be another program than the first.
+    seeds = (1,) if hidden is dropped else (1, 2)
     comparison = compare(
-        problem_of(hidden), [data(8, seed) for seed in (1, 2)], stages=2, micro_batches=1, inexact=inexact
+        problem_of(hidden), [data(8, seed) for seed in seeds], stages=2, micro_batches=1, inexact=inexact
     )
     comparison.check(1e-12)
     assert comparison.step.exactness.exact
