@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -132,6 +133,7 @@ def numpy_of(aux: Any) -> Any:
 def read_variables(built: Built, results: Results) -> None:
     """Add the present values of all variables to the results."""
     results.variables = {name: variable.numpy() for name, variable in built.variables.items()}
-    slots = [(variable.path, as_tf(variable)) for variable in built.training.optimizer.variables]
-    names = distinct(path for path, _ in slots)
-    results.slots = {name: variable.numpy() for name, (_, variable) in zip(names, slots, strict=True)}
+    slots = built.training.optimizer.variables
+    # The path of a variable without a name has a number, and the optimizer's name only if ``apply`` has built it.
+    names = distinct(re.sub(r"^(\w+/)?variable(_\d+)?$", "variable", slot.path) for slot in slots)
+    results.slots = {name: as_tf(slot).numpy() for name, slot in zip(names, slots, strict=True)}
