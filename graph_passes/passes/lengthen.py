@@ -83,9 +83,10 @@ def _find_rounds(schedule: Schedule, actions: Sequence[Action], stride: int) -> 
     """
     place = end = len(actions) // 2
     following = _renumber(actions[place], stride)
-    if following not in actions:
+    later = actions[place + 1 :]  # micro-batches may also run in descending order
+    if following not in later:
         return None
-    length = actions.index(following) - place
+    length = later.index(following) + 1
 
     def repeats(i: int) -> bool:
         one, two = actions[i], actions[i + length]

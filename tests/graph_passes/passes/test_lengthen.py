@@ -120,6 +120,10 @@ def test_a_schedule_without_many_equal_rounds_is_not_shortened(schedule: Schedul
     assert shorten(schedule, 30) is None
 
 
+def test_micro_batches_in_descending_order_have_no_rounds() -> None:
+    assert shorten(ScheduleSpec.parse("0F1 0F0 0B1 0B0; 1F1 1B1 1F0 1B0").build(2, 2), fewest=1) is None
+
+
 def test_results_that_travel_together_in_each_round() -> None:
     """Stage 0 sends the activations of two micro-batches at a time, so a round has two."""
     first, second = "0F0+ 0F1", "1F0 1B0 1F1 1B1"
