@@ -132,17 +132,17 @@ def verify_copies(graph: Graph, shares: tuple[tuple[str, int], ...] = ()) -> Non
 
 
 def verify_commits(graph: Graph) -> None:
-    """Raise GraphError unless each ``commit`` waits for all refreshes of its variables.
+    """Raise GraphError unless each ``commit`` waits for all reads of its variables: by a refresh, or for other ranks.
 
-    A later refresh would copy the values of the next step.
+    A later read would give the values of the next step. The first variables of a refresh come from its inputs, if any.
     """
-    refreshes = nodes_of(graph, OpName.REFRESH)
+    readers = nodes_of(graph, OpName.REFRESH, OpName.READ_VARIABLE)
     for commit in nodes_of(graph, OpName.COMMIT):
         before = ancestors(graph, [commit.name])
-        for refresh in refreshes:
-            shared = sorted({*commit.strings("variables")} & {*refresh.strings("variables")})
-            if shared and refresh.name not in before:
-                raise GraphError(f"no path orders {commit.name!r} after {refresh.name!r}, which reads {shared[0]!r}")
+        for reader in readers:
+            shared = sorted({*commit.strings("variables")} & {*reader.strings("variables")[len(reader.inputs) :]})
+            if shared and reader.name not in before:
+                raise GraphError(f"no path orders {commit.name!r} after {reader.name!r}, which reads {shared[0]!r}")
 
 
 def verify_writers(graph: Graph) -> None:

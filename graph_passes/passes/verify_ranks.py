@@ -17,6 +17,7 @@ from dapple_tf.graph_passes.ir.graph import Graph, Node, TensorType, ancestors
 from dapple_tf.graph_passes.ir.names import is_collective, nodes_of
 from dapple_tf.graph_passes.ir.ops import OpName
 from dapple_tf.graph_passes.passes.project import OPS_WITH_TOKEN
+from dapple_tf.graph_passes.passes.verify_pipeline import verify_commits
 
 
 def verify_ranks(graphs: Sequence[Graph]) -> None:
@@ -30,6 +31,7 @@ def verify_ranks(graphs: Sequence[Graph]) -> None:
     for rank, graph in enumerate(graphs):
         _check_tokens(rank, graph)
         _check_merges(rank, graph)
+        verify_commits(graph)
         for node in collectives_of(graph):
             collectives.setdefault(node.name, {})[rank] = node
     for name, nodes in collectives.items():

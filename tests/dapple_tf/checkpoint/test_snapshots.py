@@ -54,7 +54,7 @@ def wait_for(saving: Checkpoints, memory: Path, steps: int) -> None:
     end, costs = time.monotonic() + 30, saving.snapshot_costs
     while steps not in parts_in(memory) or len(costs.beside) < costs.taken:
         assert time.monotonic() < end, (parts_in(memory), costs)
-        time.sleep(0.01)
+        time.sleep(0.01)  # the thread notes that it is done; no event says so
 
 
 def train(step: Any, saving: Checkpoints, memory: Path, count: int, done: int = 0, every: int = 2) -> list[float]:

@@ -84,7 +84,7 @@ def wait_until(happened: Callable[[], bool], seconds: float = 30) -> None:
     end = time.monotonic() + seconds
     while not happened():
         assert time.monotonic() < end, f"not within {seconds} s"
-        time.sleep(0.01)
+        time.sleep(0.01)  # the threads of the watchdogs make it happen
 
 
 @pytest.fixture

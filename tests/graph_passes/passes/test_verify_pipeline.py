@@ -366,6 +366,16 @@ def test_a_commit_that_does_not_wait_for_a_refresh_of_its_variable_is_refused() 
         verify_commits(call_graph(text.replace("EDGE", ""), *COPYING))
 
 
+def test_a_commit_that_does_not_wait_for_a_read_for_other_ranks_is_refused() -> None:
+    text = """
+        %stage0/read_variable/n = read_variable() {place, variables=['n']} -> (float32[])
+        %stage0/commit = commit() {replica=0, replicas=1, stage=0, variables=['n']}EDGE
+    """
+    verify_commits(call_graph(text.replace("EDGE", " ^%stage0/read_variable/n 'commit: read'"), *COPYING))
+    with refused(GraphError, "no path orders 'stage0/commit' after 'stage0/read_variable/n', which reads 'n'"):
+        verify_commits(call_graph(text.replace("EDGE", ""), *COPYING))
+
+
 COUNTED = (
     function("stage0/run_once", "variable n", "once c:0 float32[]", writes=["n"]),
     function("stage0/forward", "once c:0 float32[]", "stash a"),

@@ -103,8 +103,10 @@ def _fail(how: str) -> None:
 def _wait_for_stop(job: membership.Job) -> None:
     """Wait until rank 0 knows that the job must stop: on a busy machine all steps might be done before that."""
     end = time.monotonic() + 60
-    while not job.watchdog._stops._asked and time.monotonic() < end:
-        time.sleep(0.001)
+    while not job.watchdog._stops._asked:
+        if time.monotonic() > end:
+            raise TimeoutError("rank 0 did not hear within 60 s that the job must stop")
+        time.sleep(0.001)  # the watchdog's thread hears it; no event says so
 
 
 def _kill_in_window(job: membership.Job, number: int) -> None:
