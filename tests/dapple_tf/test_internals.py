@@ -578,10 +578,17 @@ def test_keras_variables_finds_the_wrappers_and_leaves_the_rest() -> None:
     assert found[1] is wrapped
 
 
+def wrapper_of(variable: tf.Variable) -> keras.Variable:
+    """A Keras variable whose value is the given variable: older versions of Keras copy what they wrap."""
+    wrapper = keras.Variable(variable)
+    wrapper._value = variable
+    return wrapper
+
+
 def test_a_variable_is_searched_for_until_its_wrapper_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     variable = tf.Variable([1.0])
     assert internals.keras_variables([variable])[0] is variable
-    wrapped = keras.Variable(variable)
+    wrapped = wrapper_of(variable)
     assert internals.keras_variables([variable])[0] is wrapped
     monkeypatch.setattr(internals, "live_instances", None)
     assert internals.keras_variables([variable])[0] is wrapped
@@ -589,11 +596,11 @@ def test_a_variable_is_searched_for_until_its_wrapper_is_found(monkeypatch: pyte
 
 def test_a_variable_whose_wrapper_is_gone_is_searched_for_again() -> None:
     variable = tf.Variable([1.0])
-    gone = keras.Variable(variable)
+    gone = wrapper_of(variable)
     assert internals.keras_variables([variable])[0] is gone
     del gone
     gc.collect()
-    wrapped = keras.Variable(variable)
+    wrapped = wrapper_of(variable)
     assert internals.keras_variables([variable])[0] is wrapped
     wrapped._value = tf.Variable([2.0])
     assert internals.keras_variables([variable])[0] is variable
@@ -613,7 +620,7 @@ def test_a_variable_that_two_layers_wrap_is_that_of_the_layer_called_last() -> N
     class Scale(keras.Layer):
         def __init__(self, factor: tf.Variable) -> None:
             super().__init__()
-            self.factor = keras.Variable(factor)
+            self.factor = wrapper_of(factor)
 
         def call(self, inputs: tf.Tensor) -> tf.Tensor:
             return inputs * self.factor
