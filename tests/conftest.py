@@ -21,7 +21,7 @@ from tests.durations import find_slow, group_of, read_durations, seconds_of, wri
 
 hypothesis.settings.register_profile("ci", max_examples=20, derandomize=True, deadline=None)
 hypothesis.settings.register_profile("dev", max_examples=40, deadline=None)
-hypothesis.settings.register_profile("thorough", max_examples=100, deadline=None)
+hypothesis.settings.register_profile("thorough", max_examples=60, deadline=None)
 hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "dev"))
 
 _SECONDS = "processor seconds"  # the name of a test's property in its report
