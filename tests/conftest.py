@@ -90,12 +90,11 @@ def pytest_xdist_setupnodes() -> None:
 
 
 @pytest.hookimpl(wrapper=True)
-def pytest_runtest_protocol(item: pytest.Item, nextitem: pytest.Item | None) -> Iterator[None]:
-    """Measure a test, and forget the custom gradients of a file's graphs after its last test."""
+def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
+    """Measure a test, and forget the custom gradients of its graphs after it."""
     item.stash[_BEGIN] = _processor_seconds()
     result = yield
-    if nextitem is None or nextitem.path != item.path:
-        _forget_custom_gradients()
+    _forget_custom_gradients()
     return result
 
 

@@ -14,9 +14,7 @@ def test_there_are_cases_of_many_kinds() -> None:
 
 @pytest.mark.parametrize("name", CASES)
 def test_a_case_comes_out_as_it_must(name: str) -> None:
-    """Under two of its four configurations: eight cases in a row cover all."""
+    """Under one of its four configurations: sixteen cases in a row cover all."""
     number = list(CASES).index(name)
-    checker = Checker(CASES[name])
-    found = [checker.check(configuration) for configuration in four_configurations(number)[number // 4 % 2 :: 2]]
-    bad = [f for f in found if not is_expected(CASES[name], f)]
-    assert not bad, f"{CASES[name].expected} is wanted, but {bad}"
+    found = Checker(CASES[name]).check(four_configurations(number)[number // 4 % 4])
+    assert is_expected(CASES[name], found), f"{CASES[name].expected} is wanted"

@@ -105,7 +105,7 @@ def plan_of(case: Case) -> Candidate:
     return decision.chosen
 
 
-@settings(max_examples=500)
+@settings(max_examples=150)
 @given(cases(8))
 def test_planner_best_finds_the_optimum_in_many_cases(case: Case) -> None:
     check_best(case)
