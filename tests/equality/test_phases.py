@@ -52,11 +52,6 @@ def check(name: str, **options: Any) -> None:
 
 
 @pytest.mark.parametrize("name", STEPS)
-def test_two_stages_and_three_micro_batches_train_as_one_device(name: str) -> None:
-    check(name, stages=2, micro_batches=3)
-
-
-@pytest.mark.parametrize("name", STEPS)
 def test_one_stage_and_one_micro_batch_train_as_one_device(name: str) -> None:
     check(name, stages=1, micro_batches=1)
 

@@ -12,8 +12,6 @@ from benchmarks.exactness_cases.case import BATCH_LOSS
 from benchmarks.exactness_check import UNEVEN, Checker, Configuration, Outcome
 from tests.equality.random_losses import Loss, as_case, losses
 
-EXAMPLES = {"ci": 3, "thorough": 100}
-
 
 @st.composite
 def configurations(draw: st.DrawFn) -> Configuration:
@@ -32,7 +30,7 @@ def configurations(draw: st.DrawFn) -> Configuration:
 def test_random_losses_are_equal_to_plain_keras_or_refused() -> None:
     # A loss that fails is small as it is; to make it smaller would take minutes.
     @settings(
-        max_examples=EXAMPLES.get(settings.get_current_profile_name(), 40),
+        max_examples=3 if settings.get_current_profile_name() == "ci" else settings.default.max_examples,
         phases=(Phase.explicit, Phase.reuse, Phase.generate),
         report_multiple_bugs=False,
     )
