@@ -445,7 +445,7 @@ PROGRAMS = (
     Program(average_of_epochs, ranks=True),
     Program(half_precision, dtype="float16", ranks=True),
     Program(centralised_gradients),
-    Program(sharpness_aware, Expected.REFUSED, "it has a train_step of its own"),
+    Program(sharpness_aware),
     Program(easy_samples_first, ranks=True),
     Program(policy_of_an_agent),
     Program(values_of_actions),
