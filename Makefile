@@ -52,7 +52,7 @@ test: .venv/installed-test .venv/installed-exchange
 	@$(call and_lint,HYPOTHESIS_PROFILE=ci $(PYTEST) -m "not slow" $(HANG))
 
 test-all: .venv/installed-test .venv/installed-exchange
-	@$(call and_lint,HYPOTHESIS_PROFILE=thorough $(PYTEST) -o timeout=1200)
+	@$(call and_lint,HYPOTHESIS_PROFILE=dev $(PYTEST) -o timeout=1200)
 
 lint: .venv/installed-test
 	@$(BIN)/ruff check --quiet

@@ -1,7 +1,7 @@
 """Settings of all tests: how many examples Hypothesis draws, which tests are slow, and which share a process.
 
-The environment variable HYPOTHESIS_PROFILE is ``ci`` (the same few examples every time), ``dev`` (the default) or
-``thorough``. This file does not import TensorFlow, since many tests need none: see ``tests.tensorflow_start``.
+The environment variable HYPOTHESIS_PROFILE is ``ci`` (the same few examples every time) or ``dev`` (the default). This
+file does not import TensorFlow, since many tests need none: see ``tests.tensorflow_start``.
 """
 
 from __future__ import annotations
@@ -21,7 +21,6 @@ from tests.durations import find_slow, group_of, read_durations, seconds_of, wri
 
 hypothesis.settings.register_profile("ci", max_examples=20, derandomize=True, deadline=None)
 hypothesis.settings.register_profile("dev", max_examples=40, deadline=None)
-hypothesis.settings.register_profile("thorough", max_examples=60, deadline=None)
 hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "dev"))
 
 _SECONDS = "processor seconds"  # the name of a test's property in its report

@@ -14,20 +14,18 @@ from benchmarks.op_programs.program import Program
 from dapple_tf.frontend.dependence import analyse
 
 NO_FAULT = (Outcome.EQUAL, Outcome.REFUSED, Outcome.INVALID)
-PROGRAMS = {"ci": 8, "thorough": 600}
-PIPELINES = {"ci": 2, "thorough": 40}
 NUMBERS = st.lists(st.integers(0, 720719), min_size=10, max_size=60).map(tuple)
 
 
-def examples(numbers: dict[str, int]) -> settings:
-    """Return how many examples there are in this profile."""
-    count = numbers.get(settings.get_current_profile_name(), 4 * numbers["ci"])
-    return settings(max_examples=count, phases=(Phase.explicit, Phase.reuse, Phase.generate, Phase.shrink))
+def examples(quick: int, count: int) -> settings:
+    """Return how many examples there are: ``quick`` of them in ``make test``."""
+    chosen = quick if settings.get_current_profile_name() == "ci" else count
+    return settings(max_examples=chosen, phases=(Phase.explicit, Phase.reuse, Phase.generate, Phase.shrink))
 
 
 @pytest.mark.timeout(7200)
 def test_programs_of_ruled_ops_are_equal_to_plain_tensorflow_or_refused() -> None:
-    @examples(PROGRAMS)
+    @examples(quick=8, count=200)
     @given(st.sampled_from(ops_to_try()), st.lists(st.sampled_from(sorted(BY_HAND)), max_size=3), NUMBERS)
     def try_program(op: str, others: list[str], numbers: tuple[int, ...]) -> None:
         found = check_parts(Program((op, *others), numbers))
@@ -38,7 +36,7 @@ def test_programs_of_ruled_ops_are_equal_to_plain_tensorflow_or_refused() -> Non
 
 @pytest.mark.timeout(7200)
 def test_pipelines_of_ruled_ops_are_equal_to_plain_tensorflow_or_refused() -> None:
-    @examples(PIPELINES)
+    @examples(quick=2, count=40)
     @given(st.sampled_from(ops_to_try()), NUMBERS, st.sampled_from(SETTINGS))
     def try_pipeline(op: str, numbers: tuple[int, ...], setting: object) -> None:
         program = Program((op,), numbers)
