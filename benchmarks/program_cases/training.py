@@ -437,7 +437,7 @@ PROGRAMS = (
     Program(virtual_adversary),
     Program(aware_of_quantisation, ranks=True),
     Program(fake_quantisation),
-    Program(private_training, Expected.REFUSED, "it has a train_step of its own"),
+    Program(private_training, Expected.REFUSED, "it takes a gradient of each sample in tf.map_fn"),
     Program(gradients_clipped_by_sample, ranks=True),
     Program(low_rank_adapters, dtype="float32", ranks=True),
     Program(normalised_weights),

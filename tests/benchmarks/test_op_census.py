@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import Phase, given, settings
+from hypothesis import Phase, given
 from hypothesis import strategies as st
 
 from benchmarks.op_census import ops_to_try, run
@@ -12,20 +12,16 @@ from benchmarks.op_programs.check import Outcome, check
 from benchmarks.op_programs.pipelines import SETTINGS, check_parts, check_pipeline
 from benchmarks.op_programs.program import Program
 from dapple_tf.frontend.dependence import analyse
+from tests.draws import draw
 
 NO_FAULT = (Outcome.EQUAL, Outcome.REFUSED, Outcome.INVALID)
+PHASES = (Phase.explicit, Phase.reuse, Phase.generate, Phase.shrink)
 NUMBERS = st.lists(st.integers(0, 720719), min_size=10, max_size=60).map(tuple)
 
 
-def examples(quick: int, count: int) -> settings:
-    """Return how many examples there are: ``quick`` of them in ``make test``."""
-    chosen = quick if settings.get_current_profile_name() == "ci" else count
-    return settings(max_examples=chosen, phases=(Phase.explicit, Phase.reuse, Phase.generate, Phase.shrink))
-
-
-@pytest.mark.timeout(7200)
+@pytest.mark.timeout(1200)
 def test_programs_of_ruled_ops_are_equal_to_plain_tensorflow_or_refused() -> None:
-    @examples(quick=8, count=200)
+    @draw(few=8, many=200, phases=PHASES)
     @given(st.sampled_from(ops_to_try()), st.lists(st.sampled_from(sorted(BY_HAND)), max_size=3), NUMBERS)
     def try_program(op: str, others: list[str], numbers: tuple[int, ...]) -> None:
         found = check_parts(Program((op, *others), numbers))
@@ -34,9 +30,9 @@ def test_programs_of_ruled_ops_are_equal_to_plain_tensorflow_or_refused() -> Non
     try_program()
 
 
-@pytest.mark.timeout(7200)
+@pytest.mark.timeout(1200)
 def test_pipelines_of_ruled_ops_are_equal_to_plain_tensorflow_or_refused() -> None:
-    @examples(quick=2, count=40)
+    @draw(few=2, many=40, phases=PHASES)
     @given(st.sampled_from(ops_to_try()), NUMBERS, st.sampled_from(SETTINGS))
     def try_pipeline(op: str, numbers: tuple[int, ...], setting: object) -> None:
         program = Program((op,), numbers)

@@ -17,12 +17,12 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
-from hypothesis import settings
 
 import dapple_tf as dapple
 from dapple_tf.compiler import StepVariant
 from dapple_tf.errors import DappleWarning
 from dapple_tf.staged_model import StagedModel
+from tests.draws import are_few
 
 needs_keras_3_13 = pytest.mark.skipif(
     tuple(map(int, keras.__version__.split(".")[:2])) < (3, 13),
@@ -226,7 +226,7 @@ def _train_on_pipeline(
 
 def _train(step: Any, batch: Any) -> tuple[Any, Any]:
     """Run a further step, and return its loss and aux as NumPy values."""
-    if settings.get_current_profile_name() == "ci":
+    if are_few():
         (compiled,), (outputs,) = step._run(batch, StepVariant.WITH_GRADIENTS)
         model = compiled.planned.model
         result = model.pack(outputs[: 1 + len(model.interface.merges)])

@@ -17,4 +17,4 @@ def test_a_case_comes_out_as_it_must(name: str) -> None:
     """Under one of its four configurations: sixteen cases in a row cover all."""
     number = list(CASES).index(name)
     found = Checker(CASES[name]).check(four_configurations(number)[number // 4 % 4])
-    assert is_expected(CASES[name], found), f"{CASES[name].expected} is wanted"
+    assert is_expected(CASES[name], found), f"{CASES[name].expected} is wanted, but {found}"

@@ -5,11 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from hypothesis import Phase, given, settings
+from hypothesis import Phase, given
 from hypothesis import strategies as st
 
 from benchmarks.exactness_cases.case import BATCH_LOSS
 from benchmarks.exactness_check import UNEVEN, Checker, Configuration, Outcome
+from tests.draws import draw
 from tests.equality.random_losses import Loss, as_case, losses
 
 
@@ -26,14 +27,10 @@ def configurations(draw: st.DrawFn) -> Configuration:
 
 
 @pytest.mark.always  # the only test of its kind
-@pytest.mark.timeout(3600)
+@pytest.mark.timeout(1200)
 def test_random_losses_are_equal_to_plain_keras_or_refused() -> None:
     # A loss that fails is small as it is; to make it smaller would take minutes.
-    @settings(
-        max_examples=3 if settings.get_current_profile_name() == "ci" else settings.default.max_examples,
-        phases=(Phase.explicit, Phase.reuse, Phase.generate),
-        report_multiple_bugs=False,
-    )
+    @draw(few=3, phases=(Phase.explicit, Phase.reuse, Phase.generate), report_multiple_bugs=False)
     @given(losses(), configurations(), st.sampled_from([{}, BATCH_LOSS]))
     def check(loss: Loss, configuration: Configuration, options: Any) -> None:
         found = Checker(as_case(loss, options)).check(configuration)

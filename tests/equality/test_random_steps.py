@@ -8,10 +8,11 @@ from typing import Any
 import numpy as np
 import pytest
 import tensorflow as tf
-from hypothesis import Phase, given, settings
+from hypothesis import Phase, given
 
 import dapple_tf as dapple
 from dapple_tf.errors import DappleError
+from tests.draws import draw
 from tests.equality.random_steps import RandomStep, make, random_steps
 from tests.equality.training_steps import BATCH, values_of
 
@@ -43,15 +44,11 @@ def outcome(drawn: RandomStep) -> str:
     return "equal"
 
 
-@pytest.mark.timeout(3600)
+@pytest.mark.timeout(1200)
 def test_random_training_steps_are_equal_to_one_device_or_refused() -> None:
     outcomes: collections.Counter[str] = collections.Counter()
 
-    @settings(
-        max_examples=3 if settings.get_current_profile_name() == "ci" else settings.default.max_examples,
-        phases=(Phase.explicit, Phase.reuse, Phase.generate),
-        report_multiple_bugs=False,
-    )
+    @draw(few=3, phases=(Phase.explicit, Phase.reuse, Phase.generate), report_multiple_bugs=False)
     @given(random_steps())
     def check(drawn: RandomStep) -> None:
         outcomes[outcome(drawn).partition(":")[0]] += 1

@@ -11,7 +11,7 @@ from typing import Any
 import keras
 import pytest
 import tensorflow as tf
-from hypothesis import example, given, settings
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 import dapple_tf as dapple
@@ -20,6 +20,7 @@ from dapple_tf.graph_passes.ir.graph import Graph
 from dapple_tf.graph_passes.ir.names import nodes_of
 from dapple_tf.graph_passes.schedules.spec import ScheduleSpec
 from tests.dapple_tf.distributed.programs.cases import CASES
+from tests.draws import draw
 from tests.equality.one_device import Problem, compare
 from tests.equality.small_models import chain, data, sgd, weights
 from tests.graph_passes.builders import refused
@@ -136,9 +137,7 @@ EXAMPLES: tuple[dict[str, Any], ...] = (
 
 @pytest.mark.timeout(1200)  # Hypothesis may spend five minutes to make a failure small
 def test_any_whole_and_split_backwards_equal_one_device() -> None:
-    quick = settings.get_current_profile_name() == "ci"
-
-    @settings(max_examples=3 if quick else 30)
+    @draw(few=3, many=30)
     @example(EXAMPLES[0], "clipped", 1)
     @example(EXAMPLES[1], "sgd", 5)
     @given(mixed_options(), st.sampled_from(sorted(OPTIMIZERS)), st.integers(0, 5))
